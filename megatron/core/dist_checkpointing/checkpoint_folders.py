@@ -90,9 +90,7 @@ class FileSizeAndHash:
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """The content of commit.txt. save: id of this save, contained in each of its files; sequence: increases with every
-    commit in SAVE.
-    """
+    """The content of commit.txt. save: id of this save, in each of its files; sequence: grows with every commit."""
 
     save: str
     iteration: int
@@ -131,9 +129,7 @@ class CommittedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolderScan:
-    """The checkpoints in a folder. steps: newest first. damaged: (iteration, reason) of checkpoints without a valid
-    commit.
-    """
+    """The checkpoints in a folder. steps: newest first. damaged: (iteration, reason) of those without valid commit."""
 
     steps: tuple[CommittedCheckpoint, ...]
     damaged: tuple[tuple[int, str], ...]
@@ -257,9 +253,7 @@ def begin_save(folder: str | Path, iteration: int, save: str, *, files: FileSyst
 
 def remove_interrupted_saves(folder: str | Path, *, save: str = "", files: FileSystem = DISK) -> None:
     """Delete what interrupted saves and deletions left; restore the former checkpoint of an iteration whose new one is
-    missing.
-
-    save: id of the save in progress, whose files stay.
+    missing. save: id of the save in progress, whose files stay.
     """
     try:
         entries = files.list_entries(Path(folder))
@@ -458,9 +452,7 @@ def read_commit_record(folder: Path, *, files: FileSystem = DISK) -> CommitRecor
 def read_committed_json(
     folder: Path, name: str, committed: FileSizeAndHash, *, files: FileSystem = DISK
 ) -> dict[str, Any]:
-    """Return the object in a JSON file of a checkpoint. Raises `CheckpointError` if it does not match size and hash in
-    commit.txt.
-    """
+    """Return the object in a checkpoint's JSON file. `CheckpointError` if size or hash are not those in commit.txt."""
     path = folder / name
     try:
         content = read_file(files, path)
@@ -507,9 +499,7 @@ def checkpoint_model_settings(folder: str | Path, step: int | None = None) -> di
 
 def saved_run_settings(folder: str | Path, step: int | None = None) -> Mapping[str, Any]:
     """Return every setting of the run that saved the newest checkpoint in `folder`, or that of an iteration, by field
-    name.
-
-    A folder whose config.json is damaged is skipped, as it is when tensors are loaded.
+    name. A folder whose config.json is damaged is skipped, as it is when tensors are loaded.
     """
     folders = (
         [Path(folder)]

@@ -165,9 +165,7 @@ class FolderLock:
         return bool(owner.job) and owner.job == self.owner.job and owner.machine != self.owner.machine
 
     def _remove_lock_if_owned_by(self, owner: LockOwner | None) -> bool:
-        """Remove the lock if it is this owner's; restore it if it turns out to be another's. Returns False if there is
-        none.
-        """
+        """Remove the lock if it is this owner's; restore it if it was another's. Returns False if there is none."""
         grave = self.path.with_name(f"{LOCK}.{self.owner.token[:8]}.gone")
         try:
             os.rename(self.path, grave)
@@ -223,9 +221,7 @@ def _heartbeat_loop(file: int, over: threading.Event, heartbeat: float) -> None:
 
 
 def _read_owner(path: Path) -> tuple[LockOwner | None, int]:
-    """Return the owner in a file and its modification time. Opening it revalidates network caches; a pipe does not
-    block.
-    """
+    """Return a file's owner and modification time. Opening it revalidates network caches; a pipe never blocks."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         return _parse_owner(os.read(file, 1 << 16)), os.fstat(file).st_mtime_ns

@@ -95,9 +95,7 @@ def is_data_file_name(name: str) -> bool:
 
 
 def shard_key(name: str, box: Box, shape: tuple[int, ...]) -> str:
-    """Return the key of a shard in its file: the tensor's name, and the ranges of the box if it is not the whole
-    tensor.
-    """
+    """Return the key of a shard in its file: the tensor's name, with the box's ranges unless it is the whole."""
     if box.shape == tuple(shape):
         return name
     return (

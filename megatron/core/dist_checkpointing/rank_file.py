@@ -36,9 +36,7 @@ class HashedByteRange:
 
 
 def write_rank_file(files: FileSystem, path: Path, header: bytes, contents: Iterable[memoryview]) -> list[str]:
-    """Write a data file and make it durable. Returns the hashes of its header and of each content, computed from
-    memory.
-    """
+    """Write a data file durably. Returns the hashes of its header and each content, computed from memory."""
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher, closing(files.create(path)) as file:
         hashes = [hasher.submit(xxh3_hex_digest, header)]
         write_all_bytes(file, memoryview(header))

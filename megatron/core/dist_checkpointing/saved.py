@@ -114,9 +114,7 @@ class NativeCheckpoint:
         return result if results else torch.empty(box.shape, dtype=DTYPES[whole.dtype])
 
     def verify(self, *, part: int = 0, parts: int = 1, threads: int | None = None) -> list[str]:
-        """Read part number `part` of `parts` equal parts of all bytes and compare the hashes; return a message for each
-        problem.
-        """
+        """Read part number `part` of `parts` equal parts of all bytes; return a message for each wrong hash."""
         return rank_file.verify_ranges(
             self._files,
             self.folder,
@@ -184,10 +182,8 @@ def open_native_checkpoint(folder: str | Path, *, files: FileSystem = DISK) -> N
 
 
 def migrate_saved_settings(settings: Mapping[str, Any], names: Collection[str], where: str) -> Mapping[str, Any]:
-    """Return the settings of a checkpoint with these tensor names, as a run would give them today.
-
-    Latent attention once had norms without --qk-layernorm, and rotated neighbouring channels with --rotary-interleaved
-    only.
+    """Return the settings of a checkpoint with these tensor names, as a run would give them today. Latent attention
+    once had norms without --qk-layernorm, and rotated neighbouring channels with --rotary-interleaved only.
     """
     if not settings.get("multi_latent_attention") or settings.get("qk_layernorm"):
         return settings
@@ -203,9 +199,7 @@ def migrate_saved_settings(settings: Mapping[str, Any], names: Collection[str], 
 
 
 def _stale_manifest_message(folder: Path, complaint: str, commit: CommitRecord, files: FileSystem) -> str:
-    """Return the message on a manifest that is not the committed one: that it is of another save if so, else
-    `complaint`.
-    """
+    """Return the message on a manifest that is not the committed one: that it is another save's, else `complaint`."""
     try:
         other = parse_manifest(json.loads(read_file(files, folder / MANIFEST)))
     except (OSError, ValueError, RecursionError, CheckpointError):

@@ -50,9 +50,7 @@ _MOST_OF_MEMORY = 0.8  # largest share of the free memory that a copy may take
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """Settings of saves. asynchronous: training continues while files are written. interval, keep_last: see
-    `checkpoint_folders.expired_checkpoints`.
-    """
+    """Settings of saves. asynchronous: training goes on meanwhile. interval, keep_last: see `expired_checkpoints`."""
 
     asynchronous: bool = False
     interval: int | None = None
@@ -66,10 +64,8 @@ class SavePolicy:
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """The result of a save.
-
-    problems: why it failed, else empty. notes: other messages. size: bytes on disk. blocked: seconds that training
-    waited in `start` and `wait_for_staging`; seconds: until the commit.
+    """The result of a save. problems: why it failed, else empty. notes: other messages. size: bytes on disk. blocked:
+    seconds that training waited in `start` and `wait_for_staging`; seconds: until the commit.
     """
 
     iteration: int
@@ -115,17 +111,13 @@ class BackgroundJob:
 
 
 class HostSnapshotBuffer:
-    """Host memory for the tensors that this rank writes, reused from save to save: new memory costs ten times as much
-    as the copy.
-    """
+    """Host memory for what this rank writes, reused by saves: new memory costs ten times as much as the copy."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, size: int, device: torch.device) -> None:
-        """Have at least `size` bytes of host memory, page-locked if tensors are copied from a GPU; kept if large
-        enough.
-        """
+        """Have at least `size` bytes of host memory, page-locked for copies from a GPU; kept if large enough."""
         if len(self._memory) >= size:
             return
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -345,9 +337,7 @@ class CheckpointSaver:
         return hashes
 
     def _advance_stage(self) -> SaveOutcome | None:
-        """Advance the save, once all ranks' jobs have ended: start the commit, or return the outcome (None until then).
-        Collective.
-        """
+        """Once all ranks' jobs have ended, start the commit (returns None), or return the outcome. Collective."""
         in_flight = self._in_flight
         assert in_flight is not None, "a save is on its way"
         if in_flight.commits:
@@ -368,9 +358,7 @@ class CheckpointSaver:
         return None
 
     def _commit(self, in_flight: _InFlightSave, hashes: list[list[str]]) -> tuple[int, list[str]]:
-        """On the first rank: commit the save and delete expired checkpoints. Returns the checkpoint's bytes, and other
-        problems.
-        """
+        """On the first rank: commit the save, delete expired checkpoints. Returns the bytes saved, and problems."""
         try:
             files, tensors = save_plan.manifest_entries(
                 in_flight.shares, hashes, save=in_flight.save, iteration=in_flight.iteration

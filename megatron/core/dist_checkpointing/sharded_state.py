@@ -102,9 +102,7 @@ def sharded_optimizer_state(segment: FlatParamRange, tensor: Tensor, mesh: Mesh)
 
 
 def add_sharded_tensor(tree: Tree, name: str, placed: ShardedTensor) -> None:
-    """Add an entry (tensors of any shape) to the tree. If this rank has the name already (both copies of a tied
-    matrix), the boxes of both are stored.
-    """
+    """Add an entry to the tree, to the boxes of the same name if there are some (both copies of a tied matrix)."""
     there = tree.get(name)
     if there is None:
         tree[name] = placed

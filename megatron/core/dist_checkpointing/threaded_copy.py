@@ -42,9 +42,7 @@ def tensor_bytes_view(tensor: Tensor) -> np.ndarray:
 
 
 def copy_tensor(target: Tensor, source: Tensor) -> None:
-    """Copy `source` into `target`, of the same shape (any shape); dtype and device may differ. From a GPU it may be in
-    flight.
-    """
+    """Copy `source` into `target`, of the same shape; dtype and device may differ. From a GPU it may be in flight."""
     alike = target.dtype == source.dtype and target.device.type == source.device.type == "cpu"
     if alike and target.is_contiguous() and source.is_contiguous():
         np.copyto(tensor_bytes_view(target), tensor_bytes_view(source))  # without the lock of Python

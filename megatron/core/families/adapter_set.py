@@ -59,10 +59,8 @@ class LinearLoraWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """All adapters of a network, in memory. where: what they were read from, for errors.
-
-    model: with its adapters. saved: parameters that were trained beside them, by global name. base: hash and name of
-    the base, where known.
+    """All adapters of a network, in memory. where: what they were read from, for errors. model: with its adapters.
+    saved: parameters that were trained beside them, by global name. base: hash and name of the base, where known.
     """
 
     where: str
@@ -147,9 +145,7 @@ class InMemoryAdapterSource:
 
 
 class MergedAdapterSource:
-    """A `Source` of a network whose weights have adapters merged in, or taken out again. Of the run's values only
-    tokenizer and progress are kept.
-    """
+    """A `Source` with adapters merged into weights, or taken out. Of a run's values tokenizer and progress stay."""
 
     def __init__(self, source: CheckpointSource, adapters: LoadedAdapter, *, sign: float = 1.0) -> None:
         """sign: -1 takes adapters out. Raises `CheckpointError` where an adapter belongs to no matrix of the source, or cannot be taken out."""
@@ -217,9 +213,7 @@ class MergedAdapterSource:
         return self._last[1][box.slices()]
 
     def _merge_weight(self, name: str) -> Tensor:
-        """Return the weight with its adapters, W + scale B A (with DoRA rescaled by row), computed in fp32 or wider and
-        rounded once.
-        """
+        """Return the weight with adapters, W + scale B A (DoRA rescales rows), in fp32 or wider, rounded once."""
         format = self.formats[name]
         wide = torch.promote_types(format.dtype, torch.float32)
         weight = self._source.read(name, whole_box(format.shape)).to(wide, copy=True)

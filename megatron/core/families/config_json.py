@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron.core.config.flags import config_to_values
+from megatron.core.config.flags import config_to_dict
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, PositionConfig
 
@@ -65,9 +65,7 @@ class ErrorCollectingConfigReader:
         return self.positive_int(name) if self._left.get(name) is not None else self.pop_or_none(name)
 
     def non_negative_float(self, name: str, default: float | None = None, *, positive: bool = False) -> float:
-        """Take a finite number from 0 on, with `positive` above 0. A problem is noted, and 1.0 returned, for anything
-        else.
-        """
+        """Take a finite number from 0 on, with `positive` above 0. A problem is noted, and 1.0 returned, for others."""
         value = self._pop_or_default(name, default)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_number and math.isfinite(value) and (value > 0 or value == 0 and not positive):
@@ -85,9 +83,7 @@ class ErrorCollectingConfigReader:
         return value is True
 
     def one_of(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
-        """Take a value; a problem is noted if it is not one of those allowed. default: value if the key is missing or
-        null.
-        """
+        """Take a value; a problem is noted if it is not among those allowed. default: if the key is missing or null."""
         value = self._pop_or_default(name, default)
         if value not in allowed:
             self.problems.append(
@@ -131,7 +127,7 @@ def read_plain_keys(keys: ErrorCollectingConfigReader, table: PlainKeys) -> dict
 
 def write_plain_keys(model: ModelConfig, table: PlainKeys) -> dict[str, Any]:
     """Return the keys of a table for a config.json."""
-    values = config_to_values(model)
+    values = config_to_dict(model)
     return {key: values[setting] for key, (setting, _) in table.items()}
 
 
@@ -143,9 +139,7 @@ def architectures_of(config: Mapping[str, Any]) -> list[str]:
 
 def read_rope_keys(keys: ErrorCollectingConfigReader, *, base: float = 10000.0, latent: bool = False) -> dict[str, Any]:
     """Read the settings of rotary positions from `rope_theta` and `rope_scaling`, or `rope_parameters`, which holds
-    both.
-
-    base: default of rope_theta. latent: whether the network has latent attention.
+    both. base: default of rope_theta. latent: whether the network has latent attention.
     """
     scaling, both, given_base = (
         keys.pop_or_none("rope_scaling"),
@@ -220,9 +214,7 @@ def _yarn_attention_factor(factor: float, mscale: float) -> float:
 
 
 def rope_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of config.json for rotary positions: `rope_parameters` if `like` has it, else `rope_theta` and
-    `rope_scaling`.
-    """
+    """Return config.json's keys for RoPE: `rope_parameters` if `like` has it, else `rope_theta`, `rope_scaling`."""
     rope, scaling = model.rope, dict[str, Any]()
     earlier = like.get("rope_parameters") or like.get("rope_scaling") or {}
     if rope.rope_type == "yarn":
@@ -272,18 +264,14 @@ def format_layer_freq(layers: Sequence[bool]) -> str:
 
 
 def sliding_window_to_settings(size: int, layers: Sequence[bool]) -> dict[str, Any]:
-    """Return the settings of layers with a sliding window of `size` tokens, the query's own included; {} if no layer
-    has one.
-    """
+    """Return the settings of layers with a window of `size` tokens, the query's own included; {} if none has one."""
     if not any(layers):
         return {}
     return {"window_size": f"{size - 1},0", "window_attn_skip_freq": None if all(layers) else format_layer_freq(layers)}
 
 
 def window_and_layers_of_model(model: ModelConfig) -> tuple[int | None, list[bool]]:
-    """Return the size of the sliding window in tokens, the query's own included, or None; and for each layer whether it
-    has one.
-    """
+    """Return the sliding window in tokens, the query's own included, or None; and whether each layer has one."""
     layers = [plan.window is not None for plan in network_layer_plans(model)]
     return (model.parsed_window_size[0] + 1 if any(layers) and model.parsed_window_size is not None else None), layers
 

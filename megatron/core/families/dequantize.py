@@ -68,9 +68,7 @@ def with_dequantized_tensors(
     files: Mapping[str, LazyCheckpointTensor], quantised: Any, fused: Sequence[tuple[str, tuple[str, ...]]]
 ) -> dict[str, LazyCheckpointTensor]:
     """Return the tensors under the names that mappings use: quantized ones dequantized, fused experts split, when they
-    are read.
-
-    quantised: `quantization_config`; fused: see `Family`.
+    are read. quantised: `quantization_config`; fused: see `Family`.
     """
     block = quantised.get("weight_block_size") if isinstance(quantised, Mapping) else None
     tensors = dict(files)
@@ -97,9 +95,7 @@ def _replace_packed_tensor(
     one: Callable[[LazyCheckpointTensor, LazyCheckpointTensor], ComputedTensor | None],
 ) -> None:
     """Replace a quantized tensor and its scales by the dequantized one; if they do not fit together, leave them to be
-    rejected later.
-
-    one: makes the tensor from both, or returns None.
+    rejected later. one: makes the tensor from both, or returns None.
     """
     made = one(tensors[packed], tensors[scales]) if packed in tensors and scales in tensors else None
     if made is not None:
@@ -142,9 +138,7 @@ def _lazy_fp8_block_tensor(
     weight: LazyCheckpointTensor, scales: LazyCheckpointTensor, block: tuple[int, int]
 ) -> ComputedTensor | None:
     """Return the tensor that 8-bit values with block scales stand for, computed when it is read; None if the shapes do
-    not fit.
-
-    weight: 8-bit [rows, columns]; scales: fp32, one for each block of this size.
+    not fit. weight: 8-bit [rows, columns]; scales: fp32, one for each block of this size.
     """
     shape = weight.format.shape
     squares = tuple(-(-size // step) for size, step in zip(shape, block))
@@ -167,9 +161,7 @@ def _dequantize_fp8_blocks(parts: Sequence[Tensor], block: tuple[int, int]) -> T
 
 
 def _split_fused_experts(tensors: dict[str, LazyCheckpointTensor], name: str, names: Sequence[str]) -> None:
-    """Replace a fused tensor [e, rows, columns] by each expert's parts, read as slices of it. names: of the parts, with
-    {e}.
-    """
+    """Replace a fused tensor [e, rows, columns] by slices of it, each expert's parts. names: of the parts, with {e}."""
     shape = tensors[name].format.shape
     if len(shape) != 3 or shape[1] % len(names):
         return

@@ -50,9 +50,7 @@ def _read_gemma_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
 
 
 def _write_gemma_keys(model: ModelConfig, like: Mapping[str, Any], activation: str) -> dict[str, Any]:
-    """Return the keys of config.json that Gemma 1 and 2 have in common. activation: name of the key for it, if `like`
-    has none.
-    """
+    """Return the keys of config.json that Gemma 1 and 2 share. activation: name of its key, if `like` has none."""
     named = {name: like[name] for name in _ACTIVATIONS if name in like} or {activation: TANH_GELU[1]}
     shared = {name: value for name, value in write_llama_keys(model, like).items() if name not in _ACTIVATIONS}
     return {**preserved_keys(like, *_SAYS_NOTHING, _OFF), **shared, **named, "head_dim": model.kv_channels}

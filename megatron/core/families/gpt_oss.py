@@ -77,9 +77,7 @@ def read_gpt_oss_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
 
 
 def write_gpt_oss_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of config.json that describe a network. like: an earlier config.json of it, whose spellings are
-    kept.
-    """
+    """Return the config.json of a network. like: an earlier config.json of it, whose spellings are kept."""
     window, layers = window_and_layers_of_model(model)
     config = {
         **write_llama_keys(model, like),

@@ -301,9 +301,7 @@ def _match_mappings_to_files(
 def _shapes_if_split_differently(
     rows: Sequence[ParameterMapping], files: Mapping[str, LazyCheckpointTensor], expected: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors that files split at other rows than a mapping expects, if it allows that and they
-    add up.
-    """
+    """Return the shapes of tensors that files split at other rows than mappings expect, where allowed and adding up."""
     result: dict[str, tuple[int, ...]] = {}
     for row in rows:
         if row.op.joined and all(name in files for name in row.theirs):
@@ -328,9 +326,7 @@ def _present_mappings(
 def _unread_tensor_problem(
     name: str, files: Mapping[str, LazyCheckpointTensor], family: Family, depth: int
 ) -> list[str]:
-    """Return what is wrong with a tensor of the files that no mapping reads; nothing for copies, buffers and layers
-    from `depth` on.
-    """
+    """Return what is wrong with a tensor that no mapping reads; [] for copies, buffers, layers from `depth` on."""
     if family.beyond and (layer := family.beyond.match(name)) and int(layer[1]) >= depth:
         return []
     if original := next((original for pattern, original in family.copies if re.fullmatch(pattern, name)), None):
@@ -363,9 +359,7 @@ def _shape_and_dtype_problems(name: str, format: ShapeAndDtype, shape: tuple[int
 def _tied_copy_problem(
     name: str, copy: LazyCheckpointTensor, original_name: str, original: LazyCheckpointTensor | None
 ) -> list[str]:
-    """Return a problem if a tensor that should be a copy (such as a tied output layer) differs from its original, else
-    [].
-    """
+    """Return a problem if a tensor that should be a copy (a tied output layer) differs from its original, else []."""
     if original is None:
         return []  # which is missing, and told so
     if copy.format == original.format:

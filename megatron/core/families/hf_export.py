@@ -154,9 +154,7 @@ def _config_json_to_export(
 
 def _reward_head_config_keys(model: ModelConfig, ids: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of config.json for a reward model: one label, and a padding token that is not an end token. {}
-    for others.
-
-    ids: of special tokens, by their keys in config.json.
+    for others. ids: of special tokens, by their keys in config.json.
     """
     if not model.reward_head:
         return {}
@@ -168,9 +166,7 @@ def _reward_head_config_keys(model: ModelConfig, ids: Mapping[str, Any]) -> dict
 
 
 def _split_into_files(formats: Mapping[str, ShapeAndDtype], limit: int) -> dict[str, list[str]]:
-    """Return file name -> tensors: in order, a new file when one would exceed the limit in bytes, a larger tensor
-    alone.
-    """
+    """Return file name -> tensors: in order, a new file before one would exceed the limit, larger tensors alone."""
     files: list[list[str]] = []
     open_file: list[str] = []
     size = 0

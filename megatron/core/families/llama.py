@@ -56,9 +56,7 @@ _KEYS: PlainKeys = {
 def read_llama_keys(
     keys: ErrorCollectingConfigReader, *, tied: bool = False, base: float = 10000.0, latent: bool = False
 ) -> dict[str, Any]:
-    """Read the settings that all Llama-like networks have. tied, base: defaults if the config does not say;
-    latent: see `read_rope_keys`.
-    """
+    """Read the settings that all Llama-like networks have. tied, base: defaults; latent: see `read_rope_keys`."""
     settings = read_plain_keys(keys, _KEYS)
     hidden, heads, layers = (settings[name] for name in ("hidden_size", "num_attention_heads", "num_layers"))
     keys.one_of("hidden_act", ("silu",), "silu")
@@ -98,10 +96,8 @@ NORMS = {
 def decoder_mappings(
     model: ModelConfig, attention: Part, mlps: Mapping[str, Part], norms: Mapping[str, str] = NORMS
 ) -> tuple[ParameterMapping, ...]:
-    """Return the mappings of all parameters of a Llama-like network, in the order of transformers.
-
-    attention, mlps: functions that give those of a sublayer, MLPs by kind (dense, moe). norms: our names -> those of
-    transformers.
+    """Return the mappings of all parameters of a Llama-like network, in the order of transformers. attention, mlps:
+    functions that give those of a sublayer, MLPs by kind (dense, moe). norms: our names -> those of transformers.
     """
     rows: list[ParameterMapping] = []
     for plan in network_layer_plans(model):

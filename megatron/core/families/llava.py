@@ -196,9 +196,7 @@ class DecoderFamilies:
         return settings, [f"text_config: {problem}" for problem in problems]
 
     def text_family_and_config(self, model: ModelConfig) -> tuple[Family, ModelConfig]:
-        """Return the family of the language model, and its config without vision. If no family can express it, the
-        first.
-        """
+        """Return the language model's family (the first, if none can express it), and its config without vision."""
         alone = replace(model, vision=VisionConfig())
         return next((one for one in self.families if self.fits(alone, one)), self.families[0]), alone
 
@@ -207,9 +205,7 @@ def _read_vlm_config(
     keys: ErrorCollectingConfigReader, *, decoders: DecoderFamilies, shape: VLMCheckpointFormat
 ) -> dict[str, Any]:
     """Read our settings of a vision-language model from the keys of its config.json: of the language model, the encoder
-    and the projector.
-
-    decoders: families of the language model; shape: the format of the folder.
+    and the projector. decoders: families of the language model; shape: the format of the folder.
     """
     text, vision = _text_and_vision_configs(keys, shape)
     settings, problems = decoders.read_text_config({"model_type": "llama", **text})
@@ -254,9 +250,7 @@ def _text_and_vision_configs(
 
 
 def _num_used_encoder_layers(keys: ErrorCollectingConfigReader, depth: int, usual: int) -> int:
-    """Return the number of the encoder's layers up to the one whose output is used. usual: default of
-    vision_feature_layer.
-    """
+    """Return the number of the encoder's layers up to the one that is used. usual: default of vision_feature_layer."""
     layer = keys.pop_or_none("vision_feature_layer")
     layer = usual if layer is None else layer
     if not isinstance(layer, int) or not -depth <= layer <= depth:
@@ -314,9 +308,7 @@ def _is_unused_encoder_layer(model: ModelConfig, name: str) -> bool:
 
 
 def _unused_final_norm_constants(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], float]]:
-    """Return name -> (shape, value) of the final norm that the encoder's class expects and the language model does not
-    use.
-    """
+    """Return name -> (shape, value) of the final norm that the encoder's class expects and the whole does not use."""
     if model.vision.vision_model_type not in ("clip", "siglip", "dinov2") or model.vision.has_final_norm:
         return {}
     norm = "layernorm" if model.vision.vision_model_type == "dinov2" else "post_layernorm"

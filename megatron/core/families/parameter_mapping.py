@@ -106,9 +106,7 @@ class Family:
         return self.read_config(keys), keys.all_problems(self.silent)
 
     def to_hf_config(self, model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config.json of a network. like: an earlier one of the same model, whose keys that say nothing of
-        the network are kept.
-        """
+        """Return the config.json of a network. like: an earlier one; of it what says nothing of the network is kept."""
         like = like.get(self.within, like)
         return {**preserved_keys(like, *self.silent), **dict(self.pinned), **self.write_config(model, like)}
 
@@ -147,9 +145,7 @@ class Family:
         )
 
     def missing_heads(self, names: Collection[str], required: HFModelClass | None = None) -> tuple[str, ...]:
-        """Return the prefixes (ours) of heads that have no parameter among these names, without heads of the class
-        `required`.
-        """
+        """Return prefixes (ours) of heads that have no parameter here, but for heads of the class `required`."""
         heads = {head for variant in self.variants for head in variant.heads} - set(required.heads if required else ())
         return tuple(head for head in sorted(heads) if not any(name.startswith(head) for name in names))
 
@@ -164,9 +160,7 @@ def concat_conversion(*sizes: int) -> ReversibleTensorConversion:
 
 
 def per_expert_conversion(op: ReversibleTensorConversion, each: int) -> ReversibleTensorConversion:
-    """Return the conversion in which ours has a leading dimension of experts, each made by `op` of `each` consecutive
-    tensors of theirs.
-    """
+    """Return the conversion of experts to one tensor with a leading axis, `each` tensors of theirs by `op`."""
 
     def to_our_tensor(parts: Sequence[Tensor]) -> Tensor:
         return torch.stack([op.ours(parts[start : start + each]) for start in range(0, len(parts), each)])
@@ -179,16 +173,12 @@ def per_expert_conversion(op: ReversibleTensorConversion, each: int) -> Reversib
 def module_mappings(
     ours: str, *theirs: str, op: ReversibleTensorConversion = same, kinds: Sequence[str] = ("weight",)
 ) -> list[ParameterMapping]:
-    """Return the mappings of the parameters of one of our modules. theirs: the modules in the files that hold it;
-    kinds: names of its parameters.
-    """
+    """Return the mappings of one of our modules. theirs: the modules that hold it; kinds: names of its parameters."""
     return [ParameterMapping(f"{ours}.{kind}", tuple(f"{part}.{kind}" for part in theirs), op) for kind in kinds]
 
 
 def rename_only_weight_mappings(ours: str, theirs: str, names: Mapping[str, str]) -> list[ParameterMapping]:
-    """Return the mappings of weights that differ by name only. ours, theirs: prefixes of the names; names: our module
-    name -> theirs.
-    """
+    """Return mappings of weights that only differ by name. ours, theirs: prefixes; names: our module name -> theirs."""
     return [row for mine, there in names.items() for row in module_mappings(f"{ours}{mine}", f"{theirs}{there}")]
 
 
@@ -200,9 +190,7 @@ def decoder_mappings_with_ends(
     base: str = "model.",
 ) -> tuple[ParameterMapping, ...]:
     """Return the mappings of a whole decoder, in the order of transformers: embedding, `layers`, final norm, and output
-    layer if it is not tied.
-
-    embedding, final_norm: their names of these modules; base: prefix of their names.
+    layer if it is not tied. embedding, final_norm: their names of these modules; base: prefix of their names.
     """
     return (
         *module_mappings("embedding.word_embeddings", f"{base}{embedding}"),

@@ -54,9 +54,7 @@ def is_peft_folder(folder: str | Path) -> bool:
 
 
 class _PeftMatrixMapping:
-    """How the matrices of a network in transformers correspond to ours. Raises `CheckpointError` for gpt-oss with
-    experts.
-    """
+    """How a network's matrices in transformers correspond to ours. `CheckpointError` for gpt-oss with experts."""
 
     def __init__(self, model: ModelConfig) -> None:
         model = replace(model, adapter=AdapterConfig())
@@ -93,9 +91,7 @@ class _PeftMatrixMapping:
         )
 
     def lora_b_to_ours(self, row: ParameterMapping, place: int, second: Tensor) -> Tensor:
-        """Return B of their matrix number `place` of a mapping, [out, r], as B of our matrix: zeros in the rows of the
-        others.
-        """
+        """Return B of their matrix number `place`, [out, r], as B of our matrix: zeros in the rows of the others."""
         if self.is_transposed(row):
             return row.op.ours([second.t()])
         blank = torch.empty(self.whole[row.ours], device="meta")
@@ -112,9 +108,7 @@ class _PeftMatrixMapping:
 
 
 def _experts_module_name(name: str) -> str:
-    """Return the module of all experts for the name of one: model.layers.0.mlp.experts.3.up_proj.weight ->
-    model.layers.0.mlp.experts.
-    """
+    """Return all experts' module for the name of one: a.mlp.experts.3.up_proj.weight -> a.mlp.experts."""
     return name.partition(".experts.")[0].replace(".block_sparse_moe", ".mlp") + ".experts"
 
 
@@ -142,9 +136,7 @@ def read_peft_folder(folder: str | Path, model: ModelConfig) -> LoadedAdapter:
 def _classify_peft_tensors(
     tensors: Mapping[str, Tensor], places: _PeftMatrixMapping
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], list[str]]:
-    """Return LoRA factors by module and kind (A, B, magnitude), whole parameters by our names, and a text for each
-    other tensor.
-    """
+    """Return LoRA factors by module and kind (A, B, magnitude), whole parameters by our names, and problems."""
     factors: dict[str, dict[str, Tensor]] = {}
     saved: dict[str, Tensor] = {}
     problems = []
@@ -207,9 +199,7 @@ def _convert_peft_module_factors(
 def _convert_peft_expert_adapter(
     module: str, experts: str, first: Tensor, second: Tensor, config: Mapping[str, Any], places: _PeftMatrixMapping
 ) -> LinearLoraWeights | str:
-    """Convert the factors of all experts, A [e r, in] and B [out, r e], to A [e, r, in] and B [e, out, r]; or return
-    why not.
-    """
+    """Convert experts' factors A [e r, in], B [out, r e] to A [e, r, in], B [e, out, r]; or return why not."""
     for matrix in _EXPERT_PARAMETERS:
         count, outputs, inputs = places.whole[f"{experts}.{matrix}.weight"]
         if (second.shape[0], first.shape[1]) == (outputs, inputs) and first.shape[0] % count == 0:
@@ -229,9 +219,7 @@ def _convert_peft_expert_adapter(
 
 
 def _lora_scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return alpha / r (rsLoRA: alpha / sqrt r); alpha by the first alpha_pattern that matches the end of the module's
-    name.
-    """
+    """Return alpha / r (rsLoRA: alpha / sqrt r); alpha by the first alpha_pattern that ends the module's name."""
     patterns = config.get("alpha_pattern") or {}
     key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
     alpha = float(config["lora_alpha"] if key is None else patterns[key])
@@ -330,10 +318,8 @@ def write_peft_folder(adapters: LoadedAdapter, folder: str | Path, *, base: str 
 
 @dataclass(slots=True)
 class _PeftExport:
-    """Content of a PEFT folder, collected before it is written.
-
-    sizes: (rank, scale) of each module, for experts of each parameter. parameters: of experts, PEFT's
-    target_parameters. saved: modules whose parameters are written whole.
+    """Content of a PEFT folder, collected before it is written. sizes: (rank, scale) of each module, for experts of
+    each parameter. parameters: of experts, PEFT's target_parameters. saved: modules whose parameters are written whole.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -376,10 +362,8 @@ def _make_peft_config(
 def _export_linear_adapters(
     linear: str, pairs: list[LinearLoraWeights], places: _PeftMatrixMapping, file: _PeftExport
 ) -> None:
-    """Add the tensors of one of our linear layers to the export.
-
-    A module of theirs that several of our adapters write to gets all their ranks, with scales folded into B; modules
-    that one adapter writes to share its A.
+    """Add the tensors of one of our linear layers to the export. A module of theirs that several of our adapters write
+    to gets all their ranks, with scales folded into B; modules that one adapter writes to share its A.
     """
     row, rows = places.row_of[f"{linear}.weight"], places.shapes[linear].outputs
     a = torch.cat([pair.first for pair in pairs])
@@ -406,9 +390,7 @@ def _export_linear_adapters(
 def _export_dora_magnitudes(
     linear: str, pairs: list[LinearLoraWeights], places: _PeftMatrixMapping, file: _PeftExport
 ) -> None:
-    """Add the DoRA magnitudes of one of our linear layers to the export. `CheckpointError` if a module is adapted in
-    part.
-    """
+    """Add the DoRA magnitudes of one of our linear layers. `CheckpointError` if a module is adapted in part."""
     row = places.row_of[f"{linear}.weight"]
     lengths = torch.full((places.shapes[linear].outputs, 1), float("nan"), dtype=pairs[0].first.dtype)
     for pair in pairs:
@@ -425,9 +407,7 @@ def _export_dora_magnitudes(
 def _export_expert_adapters(
     ours: str, pairs: list[LinearLoraWeights], places: _PeftMatrixMapping, file: _PeftExport
 ) -> None:
-    """Add the adapters of the experts of a layer to the export; with two adapted parameters the first is nested as
-    base_layer.
-    """
+    """Add the adapters of a layer's experts; of two adapted parameters the first is nested as base_layer."""
     module = next(theirs for theirs, name in places.experts.items() if name == ours)
     parts = [pair for pair in pairs if pair.part]
     if parts:

@@ -128,9 +128,7 @@ def _write_qwen2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str
 
 
 def write_head_dim_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `head_dim` for a config.json: if it is not hidden size / heads, or if the earlier config.json has it; else
-    {}.
-    """
+    """Return `head_dim` if it is not hidden size / heads, or if the earlier config.json has it; else {}."""
     plain = model.kv_channels * model.num_attention_heads == model.hidden_size
     return {} if plain and "head_dim" not in like else {"head_dim": model.kv_channels}
 

@@ -133,9 +133,7 @@ def _read_qwen3_5_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
 
 
 def _read_qwen3_5_moe_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
-    """Read the settings of a language model of Qwen3.5 with experts: in every layer, with normalized weights, whatever
-    its keys say, as the class does.
-    """
+    """Read a Qwen3.5 with experts: in every layer, weights normalized, whatever its keys say, as the class does."""
     keys.ignore_keys(*_EVERY)
     keys.set_key_defaults(**_EVERY)
     settings = _read_qwen3_5_config(keys)
@@ -152,9 +150,7 @@ def _write_qwen3_5_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[s
 
 
 def _write_qwen3_5_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a language model of Qwen3.5 with experts; keys that the class ignores are kept from an
-    earlier one.
-    """
+    """Return the config.json of a Qwen3.5 with experts; keys that the class ignores are kept from an earlier one."""
     experts = {name: value for name, value in write_shared_expert_moe_keys(model, like).items() if name not in _EVERY}
     width = {name: like[name] for name in ("intermediate_size",) if name in like}  # of no layer
     config = {name: value for name, value in _write_qwen3_5_config(model, like).items() if name != "intermediate_size"}
@@ -162,9 +158,7 @@ def _write_qwen3_5_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> di
 
 
 def _query_gate_conversion(heads: int, groups: int, size: int) -> ReversibleTensorConversion:
-    """Return the conversion between q_proj, with query and gate of each head in turn, k_proj, v_proj, and our [q | gate
-    | k | v].
-    """
+    """Return the conversion of q_proj (query, gate of each head by turns), k_proj, v_proj to [q | gate | k | v]."""
 
     def to_our_tensor(parts: Sequence[Tensor]) -> Tensor:
         query, gate = parts[0].unflatten(0, (heads, 2, size)).unbind(1)
@@ -179,9 +173,7 @@ def _query_gate_conversion(heads: int, groups: int, size: int) -> ReversibleTens
 
 
 def _delta_net_qkvz_conversion(model: ModelConfig) -> ReversibleTensorConversion:
-    """Return the conversion between two matrices with q, k, v, z and b, a grouped by key head, and our [q | k | v | z |
-    b | a].
-    """
+    """Return the conversion of two matrices, q, k, v, z and b, a by key head, to our [q | k | v | z | b | a]."""
     hybrid = model.hybrid
     groups, per_group = hybrid.linear_num_key_heads, hybrid.linear_num_value_heads // hybrid.linear_num_key_heads
     values = per_group * hybrid.linear_value_head_dim
@@ -231,9 +223,7 @@ def _attention_mappings(model: ModelConfig, ours: str, theirs: str) -> list[Para
 
 
 def _qwen_next_mappings(model: ModelConfig, *, fused: bool) -> tuple[ParameterMapping, ...]:
-    """Return the mappings of all parameters, in the order of transformers. fused: in_proj of delta nets in two
-    matrices, not four.
-    """
+    """Return all mappings, in the order of transformers. fused: in_proj of delta nets in two matrices, not four."""
     rows: list[ParameterMapping] = []
     for plan in network_layer_plans(model):
         ours, theirs = f"decoder.layers.{plan.index}.", f"model.layers.{plan.index}."

@@ -65,9 +65,7 @@ _ELSEWHERE = frozenset(
 
 
 def family_of_config(config: Mapping[str, Any], where: str) -> Family:
-    """Return the family that a config.json belongs to. `CheckpointError`, with the known ones, if none. where: for
-    errors.
-    """
+    """Return the family of a config.json. `CheckpointError`, with the known ones, if none. where: for errors."""
     named = architectures_of(config)
     for family in FAMILIES.values():
         if family.class_for_architectures(named) or (not named and config.get("model_type") == family.model_type):

@@ -105,9 +105,7 @@ def _write_t5_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, A
 
 
 def parameter_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
-    """Return the mappings of all parameters, in the order of transformers; each layer is listed, as encoder and decoder
-    have their own.
-    """
+    """Return all mappings, in the order of transformers, layer by layer, as encoder and decoder have their own."""
     rows = module_mappings("embedding.word_embeddings", "shared")
     for half, depth in (("encoder", model.num_layers), ("decoder", model.decoder_num_layers or 0)):
         for layer in range(depth):
@@ -140,9 +138,7 @@ def _t5_layer_mappings(model: ModelConfig, half: str, layer: int) -> list[Parame
 
 
 def _attention_mappings(ours: str, theirs: str, parts: str, size: int) -> list[ParameterMapping]:
-    """Return the mappings of an attention block. parts: letters of the matrices that are one matrix here, such as
-    "qkv"; size: rows of each.
-    """
+    """Return an attention block's mappings. parts: letters of the matrices that are one here; size: rows of each."""
     names = [f"{theirs}{part}" for part in parts]
     return [
         *module_mappings(f"{ours}linear_{parts}", *names, op=concat_conversion(*[size] * len(parts))),

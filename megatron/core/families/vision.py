@@ -101,9 +101,7 @@ NAMES: Mapping[str, VisionEncoderParameterNames] = MappingProxyType(
 
 
 def reshape_conversion(*shape: int, flat: bool = False) -> ReversibleTensorConversion:
-    """Return the conversion in which theirs has this shape, and ours is flattened to two dimensions: the leading ones
-    together, or with `flat` all behind the first.
-    """
+    """Return the conversion of this shape to two axes: all but the last as one, or with `flat` all but the first."""
 
     def to_our_tensor(parts: Any) -> Any:
         whole = parts[0]
@@ -113,9 +111,7 @@ def reshape_conversion(*shape: int, flat: bool = False) -> ReversibleTensorConve
 
 
 def vision_encoder_mappings(model: ModelConfig, theirs: str) -> list[ParameterMapping]:
-    """Return the mappings of all parameters of a vision encoder. model: of the encoder, a "vit". theirs: prefix of
-    their names.
-    """
+    """Return all mappings of a vision encoder. model: of the encoder, a "vit". theirs: prefix of their names."""
     vision, hidden = model.vision, model.hidden_size
     names, traits = NAMES[vision.vision_model_type or "vit"], vision.encoder_traits
     table = names.positions.endswith(".weight")
@@ -314,9 +310,7 @@ def _read_standalone_vision_config(keys: ErrorCollectingConfigReader, *, kind: s
 
 
 def _write_standalone_vision_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of a vision encoder by itself, with as many labels as it has classes. like: an earlier
-    one.
-    """
+    """Return the config.json of an encoder by itself, with a label for each of its classes. like: an earlier one."""
     config = vision_encoder_config_json(model, like)
     classes = model.vision.num_classes
     if model.vision.vision_model_type in (None, "vit") and len(config.get("id2label") or ()) != classes:

@@ -44,9 +44,7 @@ OWN, PUBLISHED = "own", "hf"
 
 
 def open_adapters_for_base(base: CheckpointSource, adapter: str) -> LoadedAdapter:
-    """Open the adapters in a folder; `CheckpointError` if they belong to another base, by shapes and hash, or else by
-    name.
-    """
+    """Open the adapters in a folder; `CheckpointError` if they are another base's, by shapes and hash, or else name."""
     adapters = open_adapters(adapter, model_config_from_settings(base.settings))
     model, known = adapters.model, adapters.base.get("hash") is not None
     mine = {
@@ -78,9 +76,7 @@ def import_adapters(args: argparse.Namespace) -> str:
 
 
 def merge_adapters(args: argparse.Namespace) -> str:
-    """Write a base with adapters merged into its weights, or (unmerge) subtracted again. Return what was done, in
-    words.
-    """
+    """Write a base with adapters merged into its weights, or (unmerge) subtracted. Return what was done, in words."""
     base = open_checkpoint(args.base, args.ckpt_step)
     taken_out = args.command == "unmerge"
     adapters = (

@@ -70,9 +70,7 @@ class CombinedVisionLanguageSource:
 
 
 def _combined_vlm_config(language: CheckpointSource, vision: CheckpointSource, given: VisionConfig) -> ModelConfig:
-    """Return the model config of the whole network. given: projector, and which part of the encoder is used.
-    `CheckpointError` for other kinds.
-    """
+    """Return the whole network's config. given: projector, used part of the encoder. Raises `CheckpointError`."""
     for source, expected in ((language, "gpt"), (vision, "vit")):
         if infer_checkpoint_architecture(source) != expected:
             words = "a decoder-only language model" if expected == "gpt" else "an encoder of images alone"

@@ -97,9 +97,7 @@ def require_matching_model_type(source: CheckpointSource, model_type: str | None
 def write_converted(
     source: CheckpointSource, args: argparse.Namespace, *, checkpoint_format: str
 ) -> tuple[Path, list[str]]:
-    """Write the source as --saver says. checkpoint_format: of the source. Return (folder, remarks on flags without
-    effect).
-    """
+    """Write the source as --saver says. checkpoint_format: the source's. Return (folder, remarks on idle flags)."""
     sizes = {
         "--target-tensor-parallel-size": args.target_tensor_parallel_size,
         "--target-pipeline-parallel-size": args.target_pipeline_parallel_size,
@@ -135,9 +133,7 @@ def write_converted(
 
 
 def megatron_run_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the run settings that a Megatron checkpoint holds beside its network: tokenizer, sequence length, loss
-    averaging.
-    """
+    """Return a Megatron checkpoint's settings beside its network: tokenizer, sequence length, loss averaging."""
     network, tokenizer = foreign_checkpoint_settings(args.load, args.ckpt_step) or ({}, {})
     if ids := network.get("null_tokenizer_ids"):
         tokenizer |= {"vocab_size": ids, "true_vocab_size": ids}

@@ -54,9 +54,7 @@ FILES = {
 
 
 def tokenizer_folder(source: CheckpointSource) -> Path | None:
-    """Return the folder of the tokenizer that the run's settings name, or the source if it is one; None if neither is
-    found.
-    """
+    """Return the folder of the tokenizer that the settings name, or the source if it is one; None if neither is."""
     places = (Path(place) for place in (source.settings.get("tokenizer_model"), source.where) if place)
     return next((place for place in places if any((place / name).is_file() for name in KNOWN)), None)
 

@@ -84,9 +84,7 @@ class ResumeCheckPlan:
 
 
 class RankProcesses:
-    """The processes of a run's ranks, with a store that this process keeps, as under torchrun. output: file of what
-    they print.
-    """
+    """The processes of a run's ranks, with a store that this one keeps, as under torchrun. output: what they print."""
 
     def __init__(self, command: list[str], count: int, output: Path) -> None:
         self.output = output
@@ -131,9 +129,7 @@ class RankProcesses:
             process.wait()
 
     def wait_for_success(self, what: str) -> None:
-        """Wait until all ranks end. Raises `CheckedRunFailed` with their last lines if one failed. what: the run, in
-        words.
-        """
+        """Wait until all ranks end. `CheckedRunFailed` with their last lines if one failed. what: the run, in words."""
         while None in (codes := self.exit_codes):
             time.sleep(LOOK_EVERY)
         if any(codes):
@@ -159,9 +155,7 @@ def run_uninterrupted(plan: ResumeCheckPlan) -> Path:
 
 
 def run_and_kill(plan: ResumeCheckPlan) -> Path:
-    """Run N steps, and kill -9 when their checkpoint is committed. Return the folder, which holds that checkpoint
-    alone. Raises `CheckedRunFailed`.
-    """
+    """Run N steps, kill -9 when their checkpoint is committed; return its folder. Raises `CheckedRunFailed`."""
     save = plan.work / "killed"
     with RankProcesses(plan.run_command(save, None), plan.ranks, plan.work / "killed.log") as ranks:
         while plan.steps not in (step.iteration for step in scan_checkpoint_folder(save).steps):
@@ -225,9 +219,7 @@ def state_comparison_lines(columns: dict[str, list[StateCategoryComparison]]) ->
 
 
 def run_resume_check(plan: ResumeCheckPlan, lost: Sequence[str]) -> bool:
-    """Run and compare; print the report. Return whether everything is equal. lost: patterns of names to leave out of
-    the checkpoint.
-    """
+    """Run and compare; print the report. Return whether all is equal. lost: patterns of names to leave out."""
     print(f"{2 * plan.steps} steps in one go ...", flush=True)
     straight = run_uninterrupted(plan)
     print(f"{plan.steps} steps, then kill -9 ...", flush=True)

@@ -85,9 +85,7 @@ def _megatron_model_field_names() -> frozenset[str]:
 
 
 def _convert_megatron_argument(name: str, value: Any) -> Any:
-    """Convert an argument to the form of our settings (patterns and windows as text, some as tuples); None for kinds
-    that we do not have.
-    """
+    """Convert an argument to our settings' form (patterns, windows as text, some as tuples); None for other kinds."""
     if isinstance(value, (list, tuple)):
         if not all(isinstance(item, (bool, int, float, str)) for item in value):
             return None

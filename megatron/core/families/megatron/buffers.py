@@ -81,9 +81,7 @@ def candidate_buffer_layouts(
     sizes: Sequence[tuple[str, int]], total: int, largest: int | None, shared: Collection[str]
 ) -> Iterator[dict[str, BucketSpan]]:
     """Yield the possible layouts of a buffer whose buckets were joined without their padding, as spans in the joined
-    buffer.
-
-    total: its elements; shared: word embeddings, which have a bucket of their own where two stages hold them.
+    buffer. total: its elements; shared: word embeddings, which have a bucket of their own where two stages hold them.
     """
     tried: list[dict[str, BucketSpan]] = []
     for alignment in (ALIGNED, PACKED):

@@ -77,9 +77,7 @@ _FORMAT = {
 
 class _MegatronExport:
     """What exports to both formats share: checks, parameters, common entries. Raises `CheckpointError` if Megatron has
-    no such network, or cannot read it so.
-
-    problems: returns what the format cannot express, a text each.
+    no such network, or cannot read it so. problems: returns what the format cannot express, a text each.
     """
 
     def __init__(
@@ -392,9 +390,7 @@ def _is_on_stage(name: str, first: int, end: int, layers: int, *, ahead: bool) -
 
 
 def _transformer_engine_name(name: str, names: Collection[str]) -> str:
-    """Return the name of a parameter with Transformer Engine's layers, where some norms belong to the linear layer
-    behind them.
-    """
+    """Return a parameter's name with Transformer Engine's layers: some norms belong to the linear layer behind them."""
     for norm, product in _FUSED:
         if norm in name and name.replace(norm, product).rpartition(".")[0] + ".weight" in names:
             return name.replace(norm, f"{product}layer_norm_")

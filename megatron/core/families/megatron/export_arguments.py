@@ -70,9 +70,7 @@ def megatron_arguments_of(
 
 
 def _hybrid_arguments(model: ModelConfig) -> dict[str, Any]:
-    """Return Megatron's further arguments for networks with stateful mixers: the older name of the pattern, or a list
-    of all layers.
-    """
+    """Return Megatron's further arguments for stateful mixers: the pattern's older name, or a list of all layers."""
     if model.is_hybrid:
         return {"is_hybrid_model": True, "hybrid_override_pattern": model.hybrid.layer_symbols}
     if model.hybrid.experimental_attention_variant and model.hybrid.linear_attention_freq is None:
@@ -82,9 +80,7 @@ def _hybrid_arguments(model: ModelConfig) -> dict[str, Any]:
 
 def additional_megatron_flags(model: ModelConfig) -> str:
     """Return the flags that Megatron needs beside `--use-checkpoint-args`, which takes only part of a network from a
-    checkpoint; as one text, empty if none.
-
-    model: resolved.
+    checkpoint; as one text, empty if none. model: resolved.
     """
     values, usual, idle = config_to_dict(model), config_to_dict(ModelConfig()), unused_settings(model)
     words = [

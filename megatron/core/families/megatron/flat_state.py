@@ -54,9 +54,7 @@ class OptimizerBuffer:
 
 def entries_from_flat_fragments(tensors: Mapping[str, TorchDistIndexEntry]) -> Entries:
     """Return entries for optimizer state that is stored by parameter but in rows of elements, with the boxes of the
-    weights.
-
-    `UnreadableStateError` for other shapes.
+    weights. `UnreadableStateError` for other shapes.
     """
     unflat = {}
     for key, stored in tensors.items():
@@ -187,9 +185,7 @@ def _parameters_of_buffer(
     tied: bool,
     own_conv: bool,
 ) -> list[LocalParameter]:
-    """Return the parameters of one buffer, in the order of definition. `UnreadableStateError` if there is no such
-    buffer.
-    """
+    """Return the parameters of one buffer, in the order of definition. `UnreadableStateError` if there is none such."""
     experts_apart = ranks.expert > 1
     expert, expert_tensor = 0, 0
     if experts_apart and chain > 0:
@@ -231,9 +227,7 @@ def _parameters_of_buffer(
 def _require_state_covers_weight(
     state: TorchDistIndexEntry, weight: TorchDistIndexEntry, slot: str, read: Read
 ) -> None:
-    """Raise `UnreadableStateError` unless the state covers its weight and, for small parameters in slot "param", equals
-    it.
-    """
+    """Raise `UnreadableStateError` unless the state covers its weight and, in slot "param" of small ones, equals it."""
     covered = {chunk.box.offset for chunk in state.chunks}
     missing = [chunk for chunk in weight.chunks if chunk.box.offset not in covered]
     if missing:

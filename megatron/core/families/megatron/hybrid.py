@@ -99,9 +99,7 @@ def mixer_piece_names(name: str) -> tuple[str, ...]:
 
 
 def join_mixer_pieces(entries: Mapping[str, LazyTensorShard]) -> dict[str, LazyTensorShard]:
-    """Return entries by our names with the pieces of each parameter concatenated. `CheckpointError` if some are
-    missing.
-    """
+    """Return entries by our names with each parameter's pieces concatenated. `CheckpointError` if some are missing."""
     joined: dict[str, LazyTensorShard] = {}
     for name, held in entries.items():
         whole, _, piece = name.rpartition(".")
@@ -117,9 +115,7 @@ def join_mixer_pieces(entries: Mapping[str, LazyTensorShard]) -> dict[str, LazyT
 
 def hybrid_pattern_of_arguments(arguments: Mapping[str, Any]) -> str:
     """Return the hybrid layer pattern of the arguments of a run, with / before the layers of each MTP depth; "" for no
-    hybrid.
-
-    Raises `CheckpointError` for layers that are not built here.
+    hybrid. Raises `CheckpointError` for layers that are not built here.
     """
     given = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern") or ""
     pattern, ahead = str(given).replace("|", ""), arguments.get("mtp_hybrid_override_pattern")
@@ -133,9 +129,7 @@ def hybrid_pattern_of_arguments(arguments: Mapping[str, Any]) -> str:
 
 
 def mlp_symbols_of_layer_pairs(arguments: Mapping[str, Any]) -> str:
-    """Return for a hybrid of alternating attention and MLP layers one symbol for each pair, - for an MLP, E for
-    experts; "" for others.
-    """
+    """Return, for a hybrid of attention and MLP by turns, a symbol a pair: - for MLP, E for experts; else ""."""
     symbols = hybrid_pattern_of_arguments(arguments)
     return symbols[1::2] if re.fullmatch(r"(\*[-E])+", symbols) else ""
 
@@ -183,9 +177,7 @@ def infer_layer_pattern(names: Iterable[str]) -> str:
 
 
 def _infer_symbols(names: Iterable[str], stack: str) -> str:
-    """Return the symbols of the layers of one stack; "" if a layer has not exactly one part. stack: regular expression
-    of its prefix.
-    """
+    """Return the symbols of a stack's layers; "" if one has not exactly one part. stack: regex of its prefix."""
     layers: dict[int, set[str]] = {}
     for name in names:
         if match := re.match(rf"{stack}layers\.(\d+)\.(.*)", name):

@@ -153,9 +153,7 @@ def _read_mp_rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
 
 
 def _read_mp_rank_file(path: Path, place: re.Match[str]) -> RankFile | str:
-    """Return the file in one rank's folder, or a text about what is wrong with it. place: the match of the folder's
-    name.
-    """
+    """Return the file in one rank's folder, or what is wrong with it. place: the match of the folder's name."""
     if place[3]:
         return f"{path.name}: {_EXPERT_RANKS}"
     file = next((path / name for name in _FILES if (path / name).is_file()), None)

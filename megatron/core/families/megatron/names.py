@@ -120,9 +120,7 @@ class MegatronRowLayout:
         return [] if self.states is None else list(self.states.piece_sizes(name).values())
 
     def norm_weight_offset(self, name: str) -> float:
-        """Return what must be added to a stored weight to get ours: 1 for norms that only Megatron stores minus one,
-        else 0.
-        """
+        """Return what is added to a stored weight to get ours: 1 for norms that only Megatron has minus one, else 0."""
         return 1.0 if self.zero_centred and name.endswith(".self_attention.out_norm.weight") else 0.0
 
 
@@ -221,9 +219,7 @@ def _concat_fused_parts(parts: Sequence[Sequence[Tensor]], axis: int = 0) -> Ten
 
 
 def _split_fused_pieces(name: str, shards: Sequence[Tensor], pieces: Sequence[int]) -> list[Sequence[Tensor]]:
-    """Split each rank's rows into its shares of the pieces. pieces: rows of each over all ranks. `CheckpointError` if
-    they do not add up.
-    """
+    """Split each rank's rows into shares of the pieces. pieces: rows of each. `CheckpointError` if they do not fit."""
     rows = sum(len(shard) for shard in shards)
     if sum(pieces) != rows:
         raise CheckpointError(f"{name} has {rows} rows, and by the arguments of the run it has {sum(pieces)}")

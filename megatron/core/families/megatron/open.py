@@ -26,9 +26,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 def find_megatron_checkpoint(path: str | Path, iteration: int | None = None) -> Path | None:
     """Return the folder of a Megatron checkpoint: `path` itself, or the iteration (or release) that its tracker names;
-    None if there is none.
-
-    iteration: this one instead.
+    None if there is none. iteration: this one instead.
     """
     path = Path(path)
     if iteration is None and (is_legacy_checkpoint(path) or is_torch_dist(path)):

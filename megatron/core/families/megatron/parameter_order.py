@@ -55,9 +55,7 @@ class GlobalParameter:
 @dataclass(frozen=True, slots=True)
 class LocalParameterPart:
     """Which box of the checkpoint's `key` a part of a rank's parameter holds. inside: the part, in the parameter's own
-    coordinates.
-
-    transposed: with the last two axes exchanged.
+    coordinates. transposed: with the last two axes exchanged.
     """
 
     key: str
@@ -68,9 +66,7 @@ class LocalParameterPart:
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """A parameter of one rank. name: in the module tree of its stage. shared: its stage holds a copy of a tied word
-    embedding.
-    """
+    """A parameter of one rank. name: in its stage's modules. shared: the stage holds a copy of a tied embedding."""
 
     name: str
     shape: tuple[int, ...]
@@ -231,18 +227,14 @@ def _describe_joined_pieces(name: str, pieces: Sequence[LocalParameter]) -> Loca
 
 
 def _mark_tied_embedding_shared(chunks: list[list[LocalParameter]], words: LocalParameter, *, last: bool) -> None:
-    """Mark the word embedding in the first chunk as shared; last: also append a shared `output_layer.weight` to the
-    last chunk, as the last stage holds its own copy.
-    """
+    """Mark the first chunk's word embedding as shared; last: append the last stage's copy, `output_layer.weight`."""
     if last:
         chunks[-1].append(replace(words, name="output_layer.weight", shared=True))
     chunks[0] = [replace(one, shared=True) if one.name == _WORDS else one for one in chunks[0]]
 
 
 def _parameter_order_key(name: str) -> tuple[int, ...]:
-    """Return the key by which parameter names sort in the order of definition. `UnreadableStateError` for unknown
-    words.
-    """
+    """Return the key that sorts parameter names in definition order. `UnreadableStateError` for unknown words."""
     places = []
     for word in name.split("."):
         if word in _ORDER:
@@ -255,9 +247,7 @@ def _parameter_order_key(name: str) -> tuple[int, ...]:
 
 
 def _per_layer_parameters(one: GlobalParameter) -> Iterator[tuple[int, GlobalParameter]]:
-    """Yield (layer, its parameter) of a parameter whose layers are stacked; for others the parameter itself. Boxes keep
-    all axes.
-    """
+    """Yield (layer, its parameter) of stacked layers; of another parameter itself. Boxes keep all axes."""
     if not _STACKED.match(one.key):
         match = _LAYER.match(one.key)
         yield int(match[2]) if match else 0, one
@@ -278,10 +268,8 @@ def _stage_of_key(key: str, layer: int, ranks: SavedRunLayout) -> tuple[int, int
 
 
 def _boxes_on_rank(boxes: Sequence[Box], lead: int, rank: int, size: int, one: GlobalParameter) -> list[Box]:
-    """Return the boxes of a parameter that one of `size` ranks holds: one, or two of a gated matrix.
-
-    lead: number of leading axes (layer, expert), which do not order boxes. `UnreadableStateError` if they do not fit
-    the ranks.
+    """Return the boxes of a parameter that one of `size` ranks holds: one, or two of a gated matrix. lead: number of
+    leading axes (layer, expert), which do not order boxes. `UnreadableStateError` if they do not fit the ranks.
     """
     places = sorted(boxes, key=lambda box: box.offset[lead:])
     if len(places) == 1:
@@ -296,9 +284,7 @@ def _boxes_on_rank(boxes: Sequence[Box], lead: int, rank: int, size: int, one: G
 def _describe_local_parameter(
     part: GlobalParameter, one: GlobalParameter, ranks: SavedRunLayout, rank: int
 ) -> LocalParameter:
-    """Describe what a tensor rank holds of a parameter, under its name in the module tree. one: as the checkpoint has
-    it.
-    """
+    """Describe what a tensor rank holds of a parameter, by its name in the modules. one: as the checkpoint has it."""
     lead = 1 if _STACKED.match(one.key) else 0
     boxes = _boxes_on_rank(part.boxes, lead, rank, ranks.tensor, one)
     name = part.key
@@ -309,9 +295,7 @@ def _describe_local_parameter(
 
 def _local_parameter_of_boxes(name: str, key: str, boxes: Sequence[Box], lead: int) -> LocalParameter:
     """Describe a rank's parameter `name` that consists of these boxes of the checkpoint's `key`, stacked along
-    dimension 0.
-
-    lead: number of leading axes (layer, expert) dropped.
+    dimension 0. lead: number of leading axes (layer, expert) dropped.
     """
     shape = boxes[0].shape[lead:]
     rows = [0] if len(boxes) == 1 else [number * shape[0] for number in range(len(boxes))]

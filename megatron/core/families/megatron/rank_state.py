@@ -125,9 +125,7 @@ def _main_weights(weights: Iterable[Any], members: Sequence[ChunkParameter], pat
 def _parameters_of_group(
     parameters: Sequence[ChunkParameter], group: Mapping[str, Any], what: str
 ) -> list[ChunkParameter]:
-    """Return the parameters of a group, in order. what: names the group in errors. `UnreadableStateError` if their
-    number differs.
-    """
+    """Return a group's parameters, in order. what: names it in errors. `UnreadableStateError` if counts differ."""
     members = [parameter for parameter in parameters if _is_in_param_group(parameter, group)]
     if len(members) != len(group["params"]):
         raise UnreadableStateError(
@@ -218,9 +216,7 @@ def _parameters_in_buffer(members: Sequence[ChunkParameter], formats: Any, place
 def _find_buffer_layout(
     buffer: Any, members: Sequence[ChunkParameter], arguments: Mapping[str, Any], path: Path
 ) -> dict[str, BucketSpan]:
-    """Return where the members lie in a buffer: the layout in which its fp32 weights equal the model's.
-    `UnreadableStateError` if none.
-    """
+    """Return where members lie in a buffer: where its fp32 weights equal the model's, or `UnreadableStateError`."""
     if not isinstance(buffer, Mapping) or any(
         not isinstance(buffer.get(name), Tensor) or buffer[name].dim() != 1 for name in SLOTS
     ):

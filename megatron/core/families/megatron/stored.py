@@ -44,9 +44,7 @@ class FlatBox:
 
 @dataclass(frozen=True, slots=True)
 class TorchDistIndexEntry:
-    """A tensor in the index of a torch_dist checkpoint. layer: only this slice along the first axis, if layers are
-    stacked.
-    """
+    """A tensor in the index of a torch_dist checkpoint. layer: only this slice of axis 0, if layers are stacked."""
 
     key: str
     shape: tuple[int, ...]
@@ -72,9 +70,7 @@ class StoredTensor:
 
 def read_stored_box(stored: TorchDistIndexEntry, folder: Path, box: Box | None = None) -> Tensor:
     """Read a box of a stored tensor (any shape), or all of it, or one layer of a stack, from the chunks that intersect
-    it.
-
-    Raises `CheckpointError` if they do not cover it.
+    it. Raises `CheckpointError` if they do not cover it.
     """
     box = box or whole_box(stored.shape)
     if stored.layer is not None:
@@ -95,9 +91,7 @@ def read_stored_box(stored: TorchDistIndexEntry, folder: Path, box: Box | None =
 
 
 def read_chunk_values(chunk: StoredChunk | FlatBox, stored: TorchDistIndexEntry, folder: Path) -> Tensor:
-    """Read the values of one stored chunk, in the shape of its box (any shape). `CheckpointError` if the file is
-    damaged.
-    """
+    """Read the values of one stored chunk, in the shape of its box (any). `CheckpointError` if the file is damaged."""
     if isinstance(chunk, FlatBox):
         row = Box(chunk.offset, (*(1,) * (len(chunk.offset) - 1), math.prod(chunk.shape)))
         values = read_stored_box(chunk.stored, folder, row).reshape(chunk.shape)[

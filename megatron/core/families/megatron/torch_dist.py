@@ -293,9 +293,7 @@ def _is_megatron_fsdp(names: Collection[str]) -> bool:
 
 
 def _rename_fsdp_to_torch_dist(tensors: Mapping[str, TorchDistIndexEntry]) -> dict[str, TorchDistIndexEntry]:
-    """Return the entries under the names of torch_dist: weights by their own, moments as
-    `optimizer.state.<slot>.<parameter>`.
-    """
+    """Return the entries by torch_dist's names: weights by their own, moments `optimizer.state.<slot>.<parameter>`."""
     renamed: dict[str, TorchDistIndexEntry] = {}
     for key, stored in tensors.items():
         moment, weight = _MOMENT.match(key), _WEIGHT.match(key)
