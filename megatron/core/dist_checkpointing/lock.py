@@ -149,7 +149,8 @@ class FolderLock:
         mine = self.owner
         if owner is None and stamp < 0:
             return ""  # gone by itself
-        restarted = owner is not None and self._is_own_restarted_job(owner)
+        # This owner's job, restarted on another machine.
+        restarted = owner is not None and owner.job == mine.job != "" and owner.machine != mine.machine
         if owner is not None and owner.machine == mine.machine:
             if (owner.process, owner.born) != (mine.process, mine.born) and not self._wait_for_process_end(owner):
                 raise self._locked_error(owner)
@@ -159,10 +160,6 @@ class FolderLock:
         if not self._remove_lock_if_owned_by(owner) or same:
             return ""
         return f"--save {self.folder} is taken over from a job that has ended without a word: {owner}"
-
-    def _is_own_restarted_job(self, owner: LockOwner) -> bool:
-        """Return whether this is the owner's job, restarted on another machine."""
-        return bool(owner.job) and owner.job == self.owner.job and owner.machine != self.owner.machine
 
     def _remove_lock_if_owned_by(self, owner: LockOwner | None) -> bool:
         """Remove the lock if it is this owner's; restore it if it was another's. Returns False if there is none."""

@@ -37,8 +37,8 @@ from megatron.core.families.megatron.export_arguments import (
     additional_megatron_flags,
     megatron_arguments_of,
     padded_vocab_rows,
+    settings_unknown_to_megatron,
 )
-from megatron.core.families.megatron.expressible import settings_unknown_to_megatron
 from megatron.core.families.megatron.hybrid import mixer_piece_names
 from megatron.core.families.megatron.names import (
     MegatronRowLayout,

@@ -187,8 +187,7 @@ def _collect_tensor_rank_shards(
     chunks: tensors of each rank's model chunks by their names: weights, or one slot of the optimizer state.
     """
     arguments = attributes_of_inert(files[min(files)].content.get("args"))
-    experts = arguments.get("num_experts") or 1
-    stacked = {place: [with_stacked_experts(chunk, experts) for chunk in parts] for place, parts in chunks.items()}
+    stacked = _with_stacked_experts(chunks, arguments.get("num_experts") or 1)
     tensor, pipeline = (1 + max(place[axis] for place in files) for axis in (0, 1))
     joined: dict[str, list[Held]] = {}
     problems: list[str] = []
@@ -206,6 +205,12 @@ def _collect_tensor_rank_shards(
                 joined.setdefault(ours, [part[name] for part in here])
             before += _count_layers_by_stack(map(renamed.__getitem__, names))
     return merge_layer_pairs(joined, arguments), problems
+
+
+def _with_stacked_experts(
+    chunks: Mapping[tuple[int, int], list[dict[str, Tensor]]], experts: int
+) -> dict[tuple[int, int], list[dict[str, Held]]]:
+    return {place: [with_stacked_experts(chunk, experts) for chunk in parts] for place, parts in chunks.items()}
 
 
 def _stack_name_prefix(name: str) -> str:

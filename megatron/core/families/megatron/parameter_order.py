@@ -113,8 +113,8 @@ class SavedRunLayout:
             )
             if arguments.get(name)
         ]
-        patterns = (arguments.get(name) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
-        odd += ["hybrid_layer_pattern"] if any("|" in str(pattern) for pattern in patterns) else []
+        patterns = f"{arguments.get('hybrid_layer_pattern')} {arguments.get('hybrid_override_pattern')}"
+        odd += ["hybrid_layer_pattern"] if "|" in patterns else []
         if pipeline > 1 and odd:
             raise UnreadableStateError(f"its run divided the layers by --{odd[0].replace('_', '-')}")
         fused = arguments.get("transformer_impl") == "transformer_engine"
@@ -175,8 +175,7 @@ def parameters_of_rank(
     chunks: list[list[LocalParameter]] = [[] for _ in range(ranks.chunks)]
     model, fused = _group_mixer_pieces(model)
     for whole, pieces in fused.items():
-        match = _LAYER.match(whole)
-        stage = _stage_of_key(whole, int(match[2]) if match else 0, ranks)
+        stage = _stage_of_key(whole, _layer_number(whole), ranks)
         if stage[0] == pipeline:
             name = _CONV.sub(r".conv1d_\1", whole) if own_conv else whole
             chunks[stage[1]].append(
@@ -246,11 +245,15 @@ def _parameter_order_key(name: str) -> tuple[int, ...]:
     return tuple(places)
 
 
+def _layer_number(key: str) -> int:
+    match = _LAYER.match(key)
+    return int(match[2]) if match else 0
+
+
 def _per_layer_parameters(one: GlobalParameter) -> Iterator[tuple[int, GlobalParameter]]:
     """Yield (layer, its parameter) of stacked layers; of another parameter itself. Boxes keep all axes."""
     if not _STACKED.match(one.key):
-        match = _LAYER.match(one.key)
-        yield int(match[2]) if match else 0, one
+        yield _layer_number(one.key), one
         return
     stack, _, rest = one.key.partition(".layers.")
     for layer in range(one.shape[0]):

@@ -11,7 +11,7 @@ from megatron.core.config.flags import flag_name
 from megatron.core.config.settings.network import network_fields
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.megatron.export import write_legacy_checkpoint
-from megatron.core.families.megatron.expressible import COUNTERPARTS, settings_unknown_to_megatron
+from megatron.core.families.megatron.export_arguments import COUNTERPARTS, settings_unknown_to_megatron
 from megatron.core.families.megatron.legacy import open_legacy_checkpoint
 from tests.helpers.every_setting import NETWORKS, changed, fields, resolved
 from tests.unit.families.megatron_files import V2, Whole
