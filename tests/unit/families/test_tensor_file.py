@@ -101,8 +101,12 @@ def test_a_flipped_bit_in_the_header_is_an_error_or_another_name_never_a_crash(s
         except CheckpointError:
             continue
         for name, stored in found.items():  # where a header still holds together, no byte is read twice or from outside
-            assert stored.start + stored.num_bytes <= len(content) and stored.read().shape == stored.format.shape, name
-        assert sum(stored.num_bytes for stored in found.values()) == sum(stored.num_bytes for stored in ours.values())
+            assert (
+                stored.start + stored.format.num_bytes <= len(content) and stored.read().shape == stored.format.shape
+            ), name
+        assert sum(stored.format.num_bytes for stored in found.values()) == sum(
+            stored.format.num_bytes for stored in ours.values()
+        )
 
 
 def header(path: Path, entries: Any, data: int) -> Path:
