@@ -91,7 +91,7 @@ def read_stored_box(stored: TorchDistIndexEntry, folder: Path, box: Box | None =
 
 
 def read_chunk_values(chunk: StoredChunk | FlatBox, stored: TorchDistIndexEntry, folder: Path) -> Tensor:
-    """Read the values of one stored chunk, in the shape of its box (any). `CheckpointError` if the file is damaged."""
+    """Read the values of one stored chunk, in its box's shape (any shape). `CheckpointError` if the file is damaged."""
     if isinstance(chunk, FlatBox):
         row = Box(chunk.offset, (*(1,) * (len(chunk.offset) - 1), math.prod(chunk.shape)))
         values = read_stored_box(chunk.stored, folder, row).reshape(chunk.shape)[
