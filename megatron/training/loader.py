@@ -154,9 +154,7 @@ def is_map_style(dataset: SampleSource) -> TypeGuard[MapStyleDataset]:
 def microbatches_of_split(
     run: RunContext, dataset: SampleSource | None, *, consumed_samples: int, reads: bool, split: str = "train"
 ) -> ClosableBatches:
-    """Return this rank's microbatches, from sample `consumed_samples` on. Close it to end its threads.
-    reads: whether this rank reads the data; else its batches are empty.
-    """
+    """Return this rank's microbatches from sample `consumed_samples` on, to be closed; empty unless `reads`."""
     if dataset is None or not reads:
         return _empty_batches()
     if run.config.data.dataloader_type == "external":
@@ -184,9 +182,7 @@ def single_pass_microbatches(
 def _read_in_order(
     run: RunContext, dataset: MapStyleDataset, order_of: Callable[..., Iterator[list[int]]], split: str
 ) -> ClosableBatches:
-    """Return this rank's microbatches. order_of: (rank, num_ranks) -> their sample numbers; ranks that divide sequences
-    by their length read those of all.
-    """
+    """Return this rank's microbatches, all ranks' if sequences are divided. order_of: (rank, num_ranks) -> numbers."""
     regroups, dp = run.config.parallel.hybrid_context_parallel, run.mesh.dp
     order = order_of(rank=0, num_ranks=1) if regroups else order_of(rank=dp.rank, num_ranks=dp.size)
     batches = _device_batches(run, _read_ahead(run, dataset, order), split)

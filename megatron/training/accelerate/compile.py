@@ -85,9 +85,7 @@ def compile_obstacles_by_method(layer: TransformerLayer) -> dict[str, str]:
 
 
 class LayerCompiler:
-    """Compiles the layers of a trainer (each at its first call), and logs what was compiled and recompiled.
-    again: number of graphs that were compiled in a training step after the first.
-    """
+    """Compiles a trainer's layers, each at its first call, and logs it. again: graphs compiled after the first step."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._say, config = trainer.run.print_rank_0, trainer.run.config.compilation

@@ -23,18 +23,14 @@ def device_type() -> str:
 
 
 def unsupported_by_machine(config: RunConfig, device: str = "") -> list[tuple[str, str]]:
-    """Return (rule, message) for what the device cannot do of the run. device: cpu or cuda of another machine, where
-    installed software is not checked; "": this machine's.
-    """
+    """Return (rule, message) for what cannot run here, or on `device` of another machine (software unchecked)."""
     here = device in ("", device_type())
     lines = _kernel_problems(config, torch.device(device) if device else pick_device(), here=here)
     return [("machine", line) for line in lines + (_missing_device_features(config, pick_device()) if here else [])]
 
 
 def _kernel_problems(config: RunConfig, device: torch.device, *, here: bool) -> list[str]:
-    """Return a message for each kernel requested by name that cannot compute what the run needs.
-    here: the device is this machine's; else only torch's own kernels are checked.
-    """
+    """Return a message for each requested kernel that cannot do what is needed; only torch's unless `here`."""
     problems = []
     for op, name in config.model.all_requested_kernels.items():
         if name in ("", "auto") or not (here or name in _TORCH.get(op, ())):

@@ -394,9 +394,7 @@ def host_and_device(device: str) -> tuple[str, str]:
 
 
 def iterations_rejected_twice(path: str) -> set[int]:
-    """Return iterations to skip, from a tracker file: rejected twice on one rank, and not on several ranks of one job.
-    Empty if there is no file; lines of another form are ignored.
-    """
+    """Return a tracker file's iterations that one rank rejected twice, and no two of a job; none without a file."""
     try:
         lines: Iterable[str] = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
