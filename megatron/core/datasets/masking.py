@@ -2,8 +2,7 @@
 
 Candidates are words: a token and the pieces that continue it. Runs of one to `max_ngram` words are chosen in random
 order until enough tokens are covered; short runs are likelier (1/n, or a geometric distribution). The draws, and so the
-samples, are Megatron's, with one difference: the permuted tokens are drawn from the sample's own generator too, not from
-numpy's global one.
+samples, are Megatron's.
 
     [CLS] the quick ##ly run ##ning dog [SEP]        candidates 1 | 2 3 | 4 5 | 6
 """
@@ -24,22 +23,18 @@ _GEOMETRIC = 0.2  # SpanBERT's (Joshi et al., 2019)
 @dataclass(frozen=True, slots=True)
 class TokenMaskingOptions:
     """Which tokens are masked. probability: share of tokens. max_ngram: longest run, in words. geometric: run lengths
-    are drawn from a geometric distribution, else with 1/n (longer: reversed, long runs are likelier).
-    permute: as many tokens again are permuted among themselves, and predicted too.
+    are drawn from a geometric distribution, else with 1/n.
     """
 
     probability: float
     max_ngram: int = 3
     geometric: bool = False
-    longer: bool = False
-    permute: bool = False
 
     @property
     def cumulative_ngram_probs(self) -> list[float]:
         """Probability of a run of at most 1, 2, ... max_ngram words."""
         shares = 1.0 / np.arange(1, self.max_ngram + 1)
-        shares /= shares.sum(keepdims=True)
-        total = (shares[::-1] if self.longer else shares).cumsum()
+        total = (shares / shares.sum(keepdims=True)).cumsum()
         return (total / total[-1]).tolist()
 
 
@@ -94,21 +89,11 @@ def mask_tokens(
     result = MaskedTokens(list(ids))
     order = np.arange(len(words))
     random.shuffle(order)
-    for span in _choose_mask_spans(order, words, options, requested, set(), random):
+    for span in _choose_mask_spans(order, words, options, requested, random):
         result.spans.append(span)
         for position in span:
             result.labels[position] = ids[position]
             result.ids[position] = replace(ids[position])
-    if options.permute:
-        random.shuffle(order)
-        moved = sorted(
-            p for span in _choose_mask_spans(order, words, options, requested, set(result.labels), random) for p in span
-        )
-        sources = list(moved)
-        random.shuffle(sources)
-        result.labels.update((position, ids[position]) for position in moved)
-        for position, source in zip(moved, sources):
-            result.ids[position] = ids[source]
     return result
 
 
@@ -117,14 +102,10 @@ def _choose_mask_spans(
     words: list[list[int]],
     options: TokenMaskingOptions,
     target: float,
-    covered: set[int],
     random: np.random.RandomState,
 ) -> Iterator[list[int]]:
-    """Yield runs of words, as positions, until `target` positions are chosen; `order`: the words at which to try to
-    start.
-
-    covered: positions that no run may touch; those chosen are added.
-    """
+    """Yield disjoint runs of words, as positions, until `target` are chosen. order: words at which to try to start."""
+    covered: set[int] = set()
     count, cumulative = 0, options.cumulative_ngram_probs
     for start in order.tolist():
         if count + 1 > target:  # not even one more
