@@ -14,11 +14,11 @@ its final name is always complete.
 
 from __future__ import annotations
 
-import array
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
@@ -60,6 +60,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 LONGEST_SEQUENCE = 2**31 - 1
 COPY_ENTRIES = 2**20
+_INT32 = struct.Struct("<i")
 
 
 def token_id_dtype(vocab_size: int | None) -> np.dtype:
@@ -110,10 +111,11 @@ class IndexedDataset:
                 f"{path} has {result} bytes, but {idx_path(prefix)} describes {expected}; "
                 "the pair is damaged or not of one run: write it again"
             )
-        self._mapped = MappedFile(path) if mmap and not is_remote_path(path) else None
-        self._reader = (
-            ObjectBlockReader(path, result) if is_remote_path(path) else None if mmap else FileRangeReader(path)
-        )
+        self._reader: MappedFile | FileRangeReader | ObjectBlockReader
+        if is_remote_path(path):
+            self._reader = ObjectBlockReader(path, result)
+        else:
+            self._reader = MappedFile(path) if mmap else FileRangeReader(path)
 
     def _read_index(self) -> None:
         """Read the index file and set the arrays that the class describes. `DataError` if it is no valid index."""
@@ -232,9 +234,6 @@ class IndexedDataset:
         if length == 0:
             return np.empty(0, self.dtype)
         start += offset * self.dtype.itemsize
-        if self._mapped is not None:
-            return np.frombuffer(self._mapped.read_whole(), self.dtype, length, start)
-        assert self._reader is not None, "what is not mapped has a reader"
         return np.frombuffer(self._reader.read(start, length * self.dtype.itemsize), self.dtype)
 
     def _sequence_location(self, sequence: int) -> tuple[int, int]:
@@ -258,18 +257,11 @@ class IndexedDataset:
 
     def read_raw_bytes(self, start: int, count: int) -> np.ndarray:
         """Bytes [start, start + count) of the .bin file, uint8."""
-        if self._mapped is not None:
-            return self._mapped.read_whole()[start : start + count]
-        assert self._reader is not None, "what is not mapped has a reader"
         return np.frombuffer(self._reader.read(start, count), np.uint8)
 
-    def __reduce__(self) -> tuple[Callable, tuple[str, bool, str | None, bool]]:
+    def __reduce__(self) -> tuple[Callable, tuple]:
         """Pickle as a name: another process opens the files for itself."""
-        return _reopen_indexed_dataset, (self.prefix, self.mmap, self.cache, self.multimodal)
-
-
-def _reopen_indexed_dataset(prefix: str, mmap: bool, cache: str | None, multimodal: bool) -> IndexedDataset:
-    return IndexedDataset(prefix, mmap, cache=cache, multimodal=multimodal)
+        return partial(IndexedDataset, self.prefix, self.mmap, cache=self.cache, multimodal=self.multimodal), ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,39 +271,6 @@ class BuilderResumePoint:
     documents: int = 0
     sequences: int = 0
     tokens: int = 0
-
-
-class _AppendOnlyIntFile:
-    """A file of integers of one type that grows at its end, open for writing."""
-
-    def __init__(self, path: str, letter: str, keep: int | None) -> None:
-        self._values = array.array(letter)
-        self._file = _open_new_or_truncated(path, None if keep is None else keep * self._values.itemsize)
-
-    def append(self, value: int) -> None:
-        """Append one value."""
-        self._values.append(value)
-        if len(self._values) >= COPY_ENTRIES // 16:
-            self.write_buffered()
-
-    def extend(self, values: np.ndarray) -> None:
-        """Append values, of the file's own dtype."""
-        self.write_buffered()
-        self._file.write(values.tobytes())
-
-    def write_buffered(self) -> None:
-        """Write the buffered values to the file."""
-        self._file.write(self._values)
-        del self._values[:]
-
-    def sync(self) -> None:
-        """Write everything and fsync it."""
-        self.write_buffered()
-        fsync_file(self._file)
-
-    def close(self) -> None:
-        """Close the file; what was not synced may be lost."""
-        self._file.close()
 
 
 def _open_new_or_truncated(path: str, keep: int | None) -> IO[bytes]:
@@ -368,18 +327,18 @@ class IndexedDatasetBuilder:
         at = marks or BuilderResumePoint()
         self.num_documents, self.num_sequences, self.num_tokens = at.documents, at.sequences, at.tokens
         self._document_end = self.num_sequences
-        keep = None if marks is None else at.tokens * self.dtype.itemsize
-        self._bin = _open_new_or_truncated(self._temporary_name("bin"), keep)
-        self._checksum = _resume_file_hasher(self._temporary_name("bin"), keep or 0)
-        self._lengths = _AppendOnlyIntFile(
-            self._temporary_name("lengths"), "i", None if marks is None else at.sequences
-        )
-        self._modes = _AppendOnlyIntFile(
-            self._temporary_name("modes"), "b", None if marks is None else at.sequences * multimodal
-        )
-        self._documents = _AppendOnlyIntFile(
-            self._temporary_name("documents"), "q", None if marks is None else at.documents
-        )
+        sizes = {
+            "bin": at.tokens * self.dtype.itemsize,
+            "lengths": at.sequences * 4,
+            "modes": at.sequences * multimodal,
+            "documents": at.documents * 8,
+        }
+        self._files = [
+            _open_new_or_truncated(self._temporary_name(part), None if marks is None else size)
+            for part, size in sizes.items()
+        ]
+        self._bin, self._lengths, self._modes, self._documents = self._files
+        self._checksum = _resume_file_hasher(self._temporary_name("bin"), sizes["bin"])
 
     def _temporary_name(self, part: str) -> str:
         """The name of a file until the pair is finished; it ends on no ending of a finished pair."""
@@ -395,16 +354,14 @@ class IndexedDatasetBuilder:
         if len(ids.shape) == 1 and len(ids) > LONGEST_SEQUENCE:
             raise DataError(f"{self.prefix}: a sequence of {len(ids)} tokens; the format ends at {LONGEST_SEQUENCE}")
         self._write_ids(ids)
-        self._lengths.append(len(ids))
+        self._lengths.write(_INT32.pack(len(ids)))
         if self._multimodal:
-            self._modes.append(mode)
+            self._modes.write(bytes([mode]))
         self.num_sequences += 1
 
     def end_document(self) -> None:
         """End the document in progress; one without sequences counts as a document too."""
-        self._document_end = self.num_sequences
-        self._documents.append(self._document_end)
-        self.num_documents += 1
+        self._append_document_ends(np.zeros(1, np.int64), 0)
 
     def add_documents(self, ids: np.ndarray, lengths: np.ndarray, sequences: np.ndarray | None = None) -> None:
         """Append whole documents, which is faster than one at a time.
@@ -423,12 +380,12 @@ class IndexedDatasetBuilder:
                 f"{self.prefix}: a sequence of {lengths.max()} tokens; the format ends at {LONGEST_SEQUENCE}"
             )
         self._write_ids(ids)
-        self._lengths.extend(lengths.astype(np.int32, copy=False))
+        self._lengths.write(lengths.astype(np.int32).tobytes())
         self._append_document_ends(np.cumsum(sequences, dtype=np.int64), len(lengths))
 
     def _append_document_ends(self, ends: np.ndarray, sequences: int) -> None:
         """Record `sequences` new sequences, and documents that end after `ends` of them. ends: int64 [documents]"""
-        self._documents.extend(self.num_sequences + ends)
+        self._documents.write((self.num_sequences + ends).tobytes())
         self.num_documents += len(ends)
         self.num_sequences += sequences
         self._document_end = self.num_sequences
@@ -474,9 +431,9 @@ class IndexedDatasetBuilder:
             )
         self._assert_between_documents()
         for first in range(0, len(other), COPY_ENTRIES):
-            self._lengths.extend(other.sequence_lengths[first : first + COPY_ENTRIES])
+            self._lengths.write(other.sequence_lengths[first : first + COPY_ENTRIES].tobytes())
             if other.sequence_modes is not None:
-                self._modes.extend(other.sequence_modes[first : first + COPY_ENTRIES])
+                self._modes.write(other.sequence_modes[first : first + COPY_ENTRIES].tobytes())
         for start in range(0, other.num_bytes, COPY_BYTES):
             piece = other.read_raw_bytes(start, min(COPY_BYTES, other.num_bytes - start))
             self._bin.write(piece)
@@ -489,16 +446,14 @@ class IndexedDatasetBuilder:
         documents.
         """
         self._assert_between_documents()
-        fsync_file(self._bin)
-        for column in (self._lengths, self._modes, self._documents):
-            column.sync()
+        for file in self._files:
+            fsync_file(file)
         return BuilderResumePoint(self.num_documents, self.num_sequences, self.num_tokens)
 
     def close_unfinished(self) -> None:
         """Close the files and leave them under the names they have."""
-        self._bin.close()
-        for column in (self._lengths, self._modes, self._documents):
-            column.close()
+        for file in self._files:
+            file.close()
 
     def finish(self) -> None:
         """Write the index and the sidecar, and put the files under their final names, the index last."""

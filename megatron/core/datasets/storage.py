@@ -18,13 +18,12 @@ import hashlib
 import logging
 import mmap
 import os
-import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -244,25 +243,22 @@ class MappedFile:
     """A mapped file that is looked at again before each use: where it was cut, touching its pages would kill the process."""
 
     def __init__(self, path: str) -> None:
-        self.path, self._bytes = path, np.empty(0, np.uint8)
+        self.path = path
         self._map: mmap.mmap | None = None  # an empty file cannot be mapped
         if os.stat(path).st_size:
             with open(path, "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._bytes = np.frombuffer(self._map, np.uint8)
+        self._bytes = memoryview(self._map or b"")
 
-    def read_whole(self) -> np.ndarray:
-        """Return all bytes, uint8 [bytes], to be read at once and not kept.
-
-        Raises `DataError` if the file was truncated.
-        """
+    def read(self, start: int, count: int) -> memoryview:
+        """Return `count` bytes from `start` on, to be used at once and not kept. `DataError` if the file was truncated."""
         size = self._map.size() if self._map is not None else 0  # of the file as it is now: 0.3 us
         if size < len(self._bytes):
             raise DataError(
                 f"{self.path} has {size} bytes, and had {len(self._bytes)} when it was opened: it was cut or is written anew "
                 "while it is read; put the whole file back and start again, and replace files by renaming"
             )
-        return self._bytes
+        return self._bytes[start : start + count]
 
 
 class FileRangeReader:
@@ -295,8 +291,8 @@ class ObjectBlockReader:
     def __init__(self, url: str, size: int) -> None:
         self.url = url
         self.size = size
-        self._lock = threading.Lock()
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        # The cache holds no lock while a block is fetched: threads wait for the network side by side.
+        self._cached_block = lru_cache(KEPT_BLOCKS)(self._fetch_block)
 
     def read(self, start: int, count: int) -> bytes:
         """`count` bytes from `start` on."""
@@ -310,17 +306,6 @@ class ObjectBlockReader:
         skipped = start - blocks.start * BLOCK_BYTES
         return content[skipped : skipped + count]
 
-    def _cached_block(self, number: int) -> bytes:
-        """Return block `number` of the object, fetched if it is not among the last KEPT_BLOCKS."""
-        with self._lock:
-            if number in self._blocks:
-                self._blocks.move_to_end(number)
-                return self._blocks[number]
-        # Outside the lock, so that threads wait for the network side by side; fetching one twice does no harm.
+    def _fetch_block(self, number: int) -> bytes:
         start = number * BLOCK_BYTES
-        content = fetch_object_range(self.url, start, min(start + BLOCK_BYTES, self.size))
-        with self._lock:
-            self._blocks[number] = content
-            while len(self._blocks) > KEPT_BLOCKS:
-                self._blocks.popitem(last=False)
-        return content
+        return fetch_object_range(self.url, start, min(start + BLOCK_BYTES, self.size))

@@ -157,7 +157,7 @@ def test_threads_share_the_kept_blocks_and_their_number_stays_bounded(monkeypatc
     places = np.random.default_rng(1).integers(0, len(content) - 2000, 2000).tolist()
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(lambda place: reader.read(place, 2000) == content[place : place + 2000], places))
-    assert len(reader._blocks) <= storage.KEPT_BLOCKS
+    assert reader._cached_block.cache_info().currsize <= storage.KEPT_BLOCKS
 
 
 def test_what_is_missing_or_unknown_is_explained(remote, monkeypatch):
