@@ -16,8 +16,7 @@ import numpy as np
 import xxhash
 
 from megatron.core.datasets import sidecar
-from megatron.core.datasets.index_check import WrongEntryCounter, index_problems, sidecar_mismatches
-from megatron.core.datasets.indexed import HEADER, IndexedDataset, bin_path, idx_path
+from megatron.core.datasets.indexed import HEADER, IndexedDataset, WrongEntryCounter, bin_path, idx_path, index_problems
 from megatron.core.datasets.storage import COPY_BYTES, DataError, file_or_object_size
 
 Advance = Callable[[int], object]
@@ -60,7 +59,7 @@ def bin_idx_pair_problems(
     if size > data.num_bytes:
         problems.append(f"{bin_path(prefix)} has {size} bytes, {size - data.num_bytes} more than its index describes")
     if facts is not None:
-        problems += sidecar_mismatches(
+        problems += sidecar.sidecar_mismatches(
             data.prefix, facts, data.totals_and_dtype, {"bin": checksum.hexdigest(), "idx": data.index_checksum}
         )
     return problems

@@ -27,7 +27,6 @@ import numpy as np
 import xxhash
 
 from megatron.core.datasets import sidecar
-from megatron.core.datasets.index_check import index_problems, sidecar_mismatches
 from megatron.core.datasets.sidecar import CHECKSUM, DatasetSidecar, Fingerprint, sidecar_path
 from megatron.core.datasets.storage import (
     COPY_BYTES,
@@ -60,6 +59,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 LONGEST_SEQUENCE = 2**31 - 1
 COPY_ENTRIES = 2**20
+CHECKED_AT_ONCE = 2**16  # what is computed on the way stays in the processor's cache
 _INT32 = struct.Struct("<i")
 
 
@@ -180,11 +180,11 @@ class IndexedDataset:
                 f"{'; '.join(problems)}; the index is damaged: see tools/inspect_dataset.py --verify, and write it again"
             )
         facts = sidecar.read_sidecar(self.prefix)
-        problems = (
-            sidecar_mismatches(self.prefix, facts, self.totals_and_dtype, {"idx": self.index_checksum})
-            if facts is not None
-            else []
-        )
+        problems = []
+        if facts is not None:
+            problems = sidecar.sidecar_mismatches(
+                self.prefix, facts, self.totals_and_dtype, {"idx": self.index_checksum}
+            )
         if problems:
             raise DataError(
                 f"{'; '.join(problems)}; one of the files is damaged or of another run: write the pair again, or "
@@ -262,6 +262,51 @@ class IndexedDataset:
     def __reduce__(self) -> tuple[Callable, tuple]:
         """Pickle as a name: another process opens the files for itself."""
         return partial(IndexedDataset, self.prefix, self.mmap, cache=self.cache, multimodal=self.multimodal), ()
+
+
+class WrongEntryCounter:
+    """How many entries are wrong, and which is the first."""
+
+    def __init__(self) -> None:
+        self.count, self.first = 0, 0
+
+    def add_mask(self, wrong: np.ndarray, at: int) -> None:
+        """Count the entries that are wrong, and keep the number of the first.
+
+        wrong: bool [n], one for each entry from number `at` on.
+        """
+        result = int(np.count_nonzero(wrong))
+        if result and not self.count:
+            self.first = at + int(wrong.argmax())
+        self.count += result
+
+
+def index_problems(
+    path: str, lengths: np.ndarray, offsets: np.ndarray, documents: np.ndarray, *, itemsize: int
+) -> list[str]:
+    """Return a sentence for each inconsistency between the arrays of an index (`IndexedDataset` describes them).
+
+    path: the name of the index in the sentences. lengths, offsets: [sequences]; documents: [documents + 1]. itemsize:
+    bytes of an id. The caller checks the ends of the arrays.
+    """
+    problems: list[str] = []
+    misplaced, falling, end = WrongEntryCounter(), WrongEntryCounter(), 0
+    for first in range(0, len(lengths), CHECKED_AT_ONCE):
+        ends = end + np.cumsum(lengths[first : first + CHECKED_AT_ONCE], dtype=np.int64) * itemsize
+        starts = offsets[first : first + CHECKED_AT_ONCE]
+        misplaced.add_mask(np.append(starts[:1] != end, starts[1:] != ends[:-1]), first)
+        end = int(ends[-1])
+    if misplaced.count:
+        problems.append(
+            f"{path}: {misplaced.count} sequences do not begin where the lengths before them end, first "
+            f"sequence {misplaced.first}"
+        )
+    for first in range(0, len(documents) - 1, CHECKED_AT_ONCE):
+        starts = documents[first : first + CHECKED_AT_ONCE + 1]
+        falling.add_mask(starts[1:] < starts[:-1], first)
+    if falling.count:
+        problems.append(f"{path}: {falling.count} documents end before they begin, first document {falling.first}")
+    return problems
 
 
 @dataclass(frozen=True, slots=True)

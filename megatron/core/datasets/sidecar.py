@@ -149,3 +149,24 @@ def describe_tokenizer(fingerprint: Fingerprint) -> str:
         f"{fingerprint.get('kind', 'a tokenizer')} (vocabulary {fingerprint.get('vocab_size', 'unknown')}, end of "
         f"document {fingerprint.get('eod', 'unknown')}, hash {str(fingerprint['hash'])[:12]})"
     )
+
+
+def sidecar_mismatches(
+    prefix: str, facts: DatasetSidecar, measured: Mapping[str, object], checksums: Mapping[str, str]
+) -> list[str]:
+    """Return a sentence for each fact of a sidecar that the pair contradicts; empty if they agree.
+
+    measured: documents, sequences, tokens and dtype of the pair. checksums: hex xxh3_128 of its files, by "bin" and
+    "idx".
+    """
+    path = sidecar_path(prefix)
+    problems = [
+        f"{path} says {name} {getattr(facts, name)}, but the pair has {value}"
+        for name, value in measured.items()
+        if getattr(facts, name) != value
+    ]
+    for ending, value in checksums.items():
+        recorded = facts.checksums.get(ending)
+        if recorded is not None and recorded.startswith(f"{CHECKSUM}:") and recorded != f"{CHECKSUM}:{value}":
+            problems.append(f"{prefix}.{ending} has the checksum {CHECKSUM}:{value}, but was written with {recorded}")
+    return problems
