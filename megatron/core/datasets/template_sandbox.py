@@ -85,9 +85,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def compile_template(self, text: str) -> jinja2.Template:
         """A template that counts its steps."""
-        return self.from_string(
-            _StepCountingTransformer(self.extensions[_JinjaStepCounter.identifier]).visit(self.parse(text))
-        )
+        counted = _StepCountingTransformer(self.extensions[_JinjaStepCounter.identifier]).visit(self.parse(text))
+        return self.from_string(counted.set_environment(self))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Evaluate `left operator right` (+, * or **). `RenderLimitError` if a power of integers, or a text or list,
@@ -131,44 +130,20 @@ class _StepCountingTransformer(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.For:
         """Called by Jinja."""
         if node.test is not None:
-            node.test = (
-                nodes.And(self._build_step_call_node(node), node.test)
-                .set_lineno(node.lineno)
-                .set_environment(_environment_of_node(node))
-            )
-        return self._insert_step_into_body(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
-        """Called by Jinja."""
-        return self._insert_step_into_body(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:
-        """Called by Jinja."""
+            step = self.steps.call_method("step", lineno=node.lineno)
+            node.test = nodes.And(step, node.test).set_lineno(node.lineno)
         return self._insert_step_into_body(node)
 
     def visit_Concat(self, node: nodes.Concat) -> Any:
         """Called by Jinja."""
         self.generic_visit(node)
-        return self.steps.call_method("joined", node.nodes, lineno=node.lineno).set_environment(
-            _environment_of_node(node)
-        )
+        return self.steps.call_method("joined", node.nodes, lineno=node.lineno)
 
     def _insert_step_into_body(self, node: Any) -> Any:
         """Insert a counted step at the start of the node's body."""
         self.generic_visit(node)
-        node.body.insert(
-            0,
-            nodes.ExprStmt(self._build_step_call_node(node))
-            .set_lineno(node.lineno)
-            .set_environment(_environment_of_node(node)),
-        )
+        step = self.steps.call_method("step", lineno=node.lineno)
+        node.body.insert(0, nodes.ExprStmt(step).set_lineno(node.lineno))
         return node
 
-    def _build_step_call_node(self, node: nodes.Node) -> Any:
-        """Return a node that calls `step`, placed at the line of `node`."""
-        return self.steps.call_method("step", lineno=node.lineno).set_environment(_environment_of_node(node))
-
-
-def _environment_of_node(node: nodes.Node) -> Any:
-    """The environment of a node; Jinja sets it before it calls."""
-    return node.environment
+    visit_Macro = visit_CallBlock = _insert_step_into_body  # called by Jinja

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
@@ -37,6 +37,16 @@ RESERVED = re.compile(f"[{OPENS}-{EOS}]")
 MARK_LIKE = re.compile(r"<\|[^|<>\s]+\|>|</?\w+>|\[/?[A-Z_]+\]")
 
 Message = Mapping[str, Any]
+_RENDER_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
 
 # One line each where the text is one line; {{ '\n' }} is the only way to end one, so that editors cannot change the text.
 FORMATS: Mapping[str, str] = MappingProxyType(
@@ -179,17 +189,7 @@ class ChatTemplate:
                 )
         except RenderLimitError as error:
             raise TemplateLimitError(f"the chat template does not take the conversation: {error}") from error
-        except (
-            TemplateError,
-            SecurityError,
-            ArithmeticError,
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            RecursionError,
-            MemoryError,
-        ) as error:
+        except _RENDER_ERRORS as error:
             raise DataError(f"the chat template does not take the conversation: {error}") from error
 
     def _escape_marks(self, text: str) -> str:
