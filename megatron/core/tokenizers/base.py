@@ -95,6 +95,10 @@ class TokenizerAttributeDefaults:
     special_ids: tuple[int, ...] = ()
     chat_template: str | None = None
 
+    def tokenize_with_special(self: Tokenizer, text: str) -> list[int]:
+        """Return the ids of a text, in which names of special tokens become those tokens."""
+        return tokenize_around_special(text, self.special, self.tokenize)
+
 
 def flatten_ids(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Concatenate lists of ids. Returns the ids, int32 [tokens], and the lengths of the lists, int64 [lists]."""

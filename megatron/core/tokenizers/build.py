@@ -17,13 +17,7 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError, flag_name, raise_config_error_if
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.tokenizers.base import (
-    Tokenizer,
-    TokenizerAttributeDefaults,
-    flatten_ids,
-    read_flag_file_text,
-    tokenize_around_special,
-)
+from megatron.core.tokenizers.base import Tokenizer, TokenizerAttributeDefaults, flatten_ids, read_flag_file_text
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -37,7 +31,6 @@ class NullTokenizer(TokenizerAttributeDefaults):
     eod, pad: other ids for the end of document and for padding.
     """
 
-    special: Mapping[str, int] = MappingProxyType({})
     engine = "the text is ids already"
 
     def __init__(self, vocab_size: int, *, eod: int | None = None, pad: int | None = None) -> None:
@@ -64,10 +57,6 @@ class NullTokenizer(TokenizerAttributeDefaults):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"id {token} is outside the vocabulary of {self.vocab_size}")
         return ids
-
-    def tokenize_with_special(self, text: str) -> list[int]:
-        """Return the numbers in a text; there are no named tokens."""
-        return self.tokenize(text)
 
     def encode_texts_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers in all texts, int32 [tokens], and how many each text has, int64 [texts]."""
@@ -110,10 +99,6 @@ class ByteTokenizer(TokenizerAttributeDefaults):
     def tokenize(self, text: str) -> list[int]:
         """Return the bytes of a text."""
         return list(text.encode())
-
-    def tokenize_with_special(self, text: str) -> list[int]:
-        """Return the bytes of a text, in which <eod> is the end of a document."""
-        return tokenize_around_special(text, self.special, self.tokenize)
 
     def encode_texts_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes of all texts, int32 [tokens], and how many each text has, int64 [texts]."""

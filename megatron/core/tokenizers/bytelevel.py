@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from megatron.core.tokenizers.base import hash_parts, tokenize_around_special
+from megatron.core.tokenizers.base import hash_parts
 from megatron.core.tokenizers.engines import (
     Engine,
     MergeRanks,
@@ -28,38 +28,16 @@ from megatron.core.tokenizers.engines import (
 )
 
 
-class BPEDefinition(Protocol):
-    """The definition of the ids.
-
-    name: of the defining library. candidates: constructors of other engines that may give the same ids.
-    """
-
-    name: str
-    candidates: Mapping[str, Callable[[], Engine]]
-
-    @property
-    def ranks(self) -> MergeRanks | None:
-        """The merge ranks that give the same ids, if there are any."""
-
-    @property
-    def reference(self) -> Engine:
-        """The engine that defines the ids."""
-
-    @property
-    def content(self) -> str:
-        """The text of the file that defines the ids, if there is one."""
-
-
 class ByteLevelBPE:
     """A byte-level BPE tokenizer without its special tokens.
 
-    vocab: the bytes of every id. special: names and ids of tokens that ordinary text cannot produce.
+    source: defines the ids. vocab: the bytes of every id. special: names and ids of tokens that ordinary text cannot produce.
     """
 
-    def __init__(self, source: BPEDefinition, vocab: Mapping[int, bytes], special: Mapping[str, int]) -> None:
-        self.source = source
-        self.vocab = vocab
-        self.special = special
+    def __init__(
+        self, source: BPEFromMerges | BPEFromMergeRanks, vocab: Mapping[int, bytes], special: Mapping[str, int]
+    ) -> None:
+        self.source, self.vocab, self.special = source, vocab, special
 
     @cached_property
     def engine_and_reason(self) -> tuple[Engine, str]:
@@ -95,10 +73,6 @@ class ByteLevelBPE:
         """Return the ids of one text."""
         return self.source.reference([text])[0].tolist()
 
-    def tokenize_with_special(self, text: str) -> list[int]:
-        """Return the ids of one text, in which names of special tokens become those tokens."""
-        return tokenize_around_special(text, self.special, self.tokenize)
-
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
         return b"".join(self.vocab.get(int(token), b"") for token in ids).decode(errors="replace")
@@ -110,7 +84,7 @@ class ByteLevelBPE:
 
 
 class BPEFromMergeRanks:
-    """Ids defined by merge ranks, through tiktoken."""
+    """Ids defined by merge ranks, through tiktoken. candidates: constructors of other engines that may give the same ids."""
 
     name = "tiktoken"
     content = ""

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.tokenizers.base import flatten_ids
 from megatron.core.tokenizers.difficult_texts import DIFFICULT
 
 Engine = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]
@@ -105,11 +106,11 @@ def tiktoken_engine(ranks: MergeRanks) -> Engine:
         mergeable_ranks={token: rank for rank, token in enumerate(ranks.tokens)},
     )
 
-    def encode(text: str) -> np.ndarray:
+    def encode(text: str) -> list[int]:
         # Without special tokens, encode_ordinary is the way that does not look for them; it hides lone surrogates.
         text.encode()
         with rust_panics_as_errors():
-            return np.asarray(encoding.encode_ordinary(text), np.int32)
+            return encoding.encode_ordinary(text)
 
     def encode_texts_flat(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         if len(texts) == 1:
@@ -117,8 +118,8 @@ def tiktoken_engine(ranks: MergeRanks) -> Engine:
         else:
             with ThreadPoolExecutor(num_usable_processors()) as pool:
                 result = list(pool.map(encode, texts))
-        lengths = np.fromiter(map(len, result), np.int64, len(result))
-        return table[np.concatenate(result)] if result else table[:0], lengths
+        ranks_of_texts, lengths = flatten_ids(result)
+        return table[ranks_of_texts], lengths
 
     return encode_texts_flat
 
@@ -173,10 +174,7 @@ def tokenizers_engine(tokenizer: Any, add_special_tokens: bool = False) -> Engin
                 encodings = [tokenizer.encode(texts[0], add_special_tokens=add_special_tokens)]
             else:
                 encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        result = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
-        return np.concatenate(result) if result else np.zeros(0, np.int32), np.fromiter(
-            map(len, result), np.int64, len(result)
-        )
+        return flatten_ids([encoding.ids for encoding in encodings])
 
     return encode_texts_flat
 

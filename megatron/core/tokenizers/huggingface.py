@@ -167,10 +167,9 @@ class HuggingFaceTokenizer(TokenizerAttributeDefaults):
         text.encode()
         if self._bytes is not None:
             spans = self._bytes.token_byte_spans(text)
-            return [*((0, 0) for _ in self._prefix), *spans, *((0, 0) for _ in self._suffix)]
-        if not self._frame_known:
-            return character_to_byte_spans(text, self._tokenizer.encode(text).offsets)
-        spans = character_to_byte_spans(text, self._tokenizer.encode(text, add_special_tokens=False).offsets)
+        else:
+            encoding = self._tokenizer.encode(text, add_special_tokens=not self._frame_known)
+            spans = character_to_byte_spans(text, encoding.offsets)
         return [*((0, 0) for _ in self._prefix), *spans, *((0, 0) for _ in self._suffix)]
 
 

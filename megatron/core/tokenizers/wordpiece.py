@@ -21,9 +21,8 @@ from megatron.core.tokenizers.base import (
     character_to_byte_spans,
     hash_parts,
     read_flag_file_text,
-    tokenize_around_special,
 )
-from megatron.core.tokenizers.engines import Engine, tokenizers_engine
+from megatron.core.tokenizers.engines import tokenizers_engine
 
 NEEDED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -63,11 +62,6 @@ class BertWordPieceTokenizer(TokenizerAttributeDefaults):
         pieces.decoder = decoders.WordPiece(cleanup=False)
         return pieces
 
-    @cached_property
-    def _engine(self) -> Engine:
-        """The engine that encodes text."""
-        return tokenizers_engine(self._wordpiece_tokenizer)
-
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
         """The tokens in order, and whether text is converted to lower case."""
@@ -79,15 +73,11 @@ class BertWordPieceTokenizer(TokenizerAttributeDefaults):
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a text, without [CLS] and [SEP]."""
-        return self._engine([text])[0].tolist()
-
-    def tokenize_with_special(self, text: str) -> list[int]:
-        """Return the ids of a text, in which [CLS], [SEP] and the other names in brackets become those tokens."""
-        return tokenize_around_special(text, self.special, self.tokenize)
+        return self.encode_texts_flat([text])[0].tolist()
 
     def encode_texts_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
-        return self._engine(texts)
+        return tokenizers_engine(self._wordpiece_tokenizer)(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the words of ids, joined from pieces and separated by spaces."""
