@@ -11,21 +11,20 @@ once, and mixed in proportion to its size.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 
 from megatron.core.config.flags import ConfigError, raise_config_error_if
 from megatron.core.config.settings.data import DataConfig
-from megatron.core.datasets.energon import EnergonBlend, EnergonSplitPart, is_energon_path, read_energon_blend_for_flag
+from megatron.core.datasets.energon import DatasetBlendSpec, EnergonSplitPart, is_energon_path, read_energon_blend
 from megatron.core.datasets.storage import DataError, file_or_object_size, is_remote_path
+from megatron.core.tokenizers.base import read_flag_file_json, read_flag_file_text
 
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969, 30, 1"
@@ -33,14 +32,6 @@ MOCK_SPLIT = "1, 1, 1"
 MOCK_PREFIX = "mock data"
 
 Share = tuple[float, float]  # from where to where of a dataset, as fractions
-
-
-@dataclass(frozen=True, slots=True)
-class DatasetBlendSpec:
-    """Datasets by prefix, with weights that sum to 1, or without."""
-
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +49,20 @@ def parse_blend(words: Sequence[str], flag: str) -> DatasetBlendSpec:
     """
     if not words:
         raise ConfigError(f"{flag} names no dataset")
-    numbers = {word: _float_or_none(word) for word in words[::2]}
-    weights = [weight for word in words[::2] if (weight := numbers[word]) is not None]
+    weights = [weight for word in words[::2] if (weight := _float_or_none(word)) is not None]
     if len(words) % 2 or not weights:
         return DatasetBlendSpec(tuple(words), None)
     if len(weights) < len(words) // 2:
-        word = next(word for word, number in numbers.items() if number is None)
+        word = next(word for word in words[::2] if _float_or_none(word) is None)
         raise ConfigError(
             f"{flag} mixes datasets with and without a weight: {word!r} stands where a weight is "
             "expected; give 'weight prefix weight prefix ...' or prefixes only"
         )
-    prefixes, given = tuple(words[1::2]), [weight for weight in weights if weight is not None]
-    for weight, prefix in zip(given, prefixes):
+    prefixes = tuple(words[1::2])
+    for weight, prefix in zip(weights, prefixes):
         if not (weight > 0 and math.isfinite(weight)):
             raise ConfigError(f"{flag} gives {prefix} the weight {weight}; a weight is above 0: leave the dataset out")
-    return DatasetBlendSpec(prefixes, normalize_weights(given))
+    return DatasetBlendSpec(prefixes, normalize_weights(weights))
 
 
 def _float_or_none(word: str) -> float | None:
@@ -150,14 +140,13 @@ def _expand_energon_blend(
     config: DataConfig, name: str, blend: DatasetBlendSpec, source: str
 ) -> DatasetBlendSpec | None:
     """Return the blend with each Energon folder or file replaced by its parts for split `name`; None if they are none."""
-    inside = [
-        (
-            read_energon_blend_for_flag(prefix, name) if is_energon_path(prefix) else EnergonBlend((prefix,), None),
-            weight,
-        )
-        for prefix, weight in zip(blend.prefixes, blend.weights or [None] * len(blend.prefixes))
-    ]
-    given = [(inner, weight) for inner, weight in inside if inner is not None]
+    given: list[tuple[DatasetBlendSpec, float | None]] = []
+    for prefix, weight in zip(blend.prefixes, blend.weights or [None] * len(blend.prefixes)):
+        try:
+            inner = read_energon_blend(prefix, name) if is_energon_path(prefix) else DatasetBlendSpec((prefix,), None)
+        except DataError as error:
+            raise ConfigError(str(error)) from None
+        given += [(inner, weight)] if inner is not None else []
     prefixes = tuple(prefix for inner, _ in given for prefix in inner.prefixes)
     if not prefixes:
         return None
@@ -167,7 +156,7 @@ def _expand_energon_blend(
     return DatasetBlendSpec(prefixes, normalize_weights(weights))
 
 
-def _flatten_blend_weights(given: Sequence[tuple[EnergonBlend, float | None]], source: str) -> list[float] | None:
+def _flatten_blend_weights(given: Sequence[tuple[DatasetBlendSpec, float | None]], source: str) -> list[float] | None:
     """Return the product of outer and inner weights for each part of nested blends; None if no blend has weights.
     `ConfigError` if parts with and without weights are mixed.
     """
@@ -210,7 +199,7 @@ def _shared_blend(config: DataConfig, source: str) -> DatasetBlendSpec | None:
     if config.mock_data:
         return DatasetBlendSpec((MOCK_PREFIX,), None)
     if config.data_args_path:
-        return parse_blend(_read_flag_text_file(config.data_args_path, source).split(), source)
+        return parse_blend(read_flag_file_text(config.data_args_path, source).split(), source)
     return parse_blend(config.data_path, source) if config.data_path else None
 
 
@@ -242,12 +231,12 @@ def check_data_files(config: DataConfig, *, whole_names: bool = False) -> None:
 
 def _plan_separate_split(config: DataConfig, name: str, words: Sequence[str], source: str) -> SplitBlend:
     """Plan one split from its own blend. `ConfigError` if it gives nothing to the split."""
-    blend: DatasetBlendSpec | None = parse_blend(words, f"{source} ({name})")
-    assert blend is not None, "words are a blend"
+    blend = parse_blend(words, f"{source} ({name})")
     if any(map(is_energon_path, blend.prefixes)):
-        blend = _expand_energon_blend(config, name, blend, source)
-        if blend is None:
+        expanded = _expand_energon_blend(config, name, blend, source)
+        if expanded is None:
             raise ConfigError(f"{source} ({name}): {' '.join(words)} has nothing for this split")
+        blend = expanded
     if len(blend.prefixes) == 1:
         blend = DatasetBlendSpec(blend.prefixes, None)  # the weight of the only dataset says nothing
     return SplitBlend(name, blend, (0.0, 1.0))
@@ -255,20 +244,9 @@ def _plan_separate_split(config: DataConfig, name: str, words: Sequence[str], so
 
 def _read_per_split_arguments(path: str | None, flag: str) -> list[Sequence[str] | None]:
     """Read the JSON file of `--per-split-data-args-path`: return the words (weights and prefixes) of each split."""
-    try:
-        content = json.loads(_read_flag_text_file(path, flag))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{flag} {path} is not JSON: {error}") from error
+    assert path is not None, "a source that was given has a path"
+    content = read_flag_file_json(path, flag)
     if not isinstance(content, dict) or not content or set(content) - set(SPLITS):
         raise ConfigError(f"{flag} {path} is not an object with some of the keys {', '.join(SPLITS)}")
     words = [content.get(name) for name in SPLITS]
     return [given.split() if isinstance(given, str) else [str(word) for word in given or ()] for given in words]
-
-
-def _read_flag_text_file(path: str | None, flag: str) -> str:
-    """Read a file named by a flag. `ConfigError` if it cannot be read."""
-    assert path is not None, "a source that was given has a path"
-    try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}") from error

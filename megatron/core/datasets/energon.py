@@ -24,7 +24,6 @@ from typing import Any
 
 import yaml
 
-from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.storage import DataError
 
 META = ".nv-meta"
@@ -127,8 +126,8 @@ class EnergonSplitPart:
 
 
 @dataclass(frozen=True, slots=True)
-class EnergonBlend:
-    """Parts with weights that sum to 1, or without, each once."""
+class DatasetBlendSpec:
+    """Datasets by prefix, with weights that sum to 1, or without."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
@@ -141,18 +140,20 @@ def is_energon_path(path: str) -> bool:
     return path.endswith((".yaml", ".yml")) and os.path.isfile(path)
 
 
-def read_energon_blend(path: str, split: str) -> EnergonBlend | None:
+def read_energon_blend(path: str, split: str) -> DatasetBlendSpec | None:
     """Return the parts that an Energon folder or YAML file gives to a split, or None if it gives nothing.
 
     split: train, valid or test. `DataError` for files that are invalid.
     """
     named = EnergonSplitPart.parse_data_path(path)
     if named is not None:
-        return EnergonBlend((named.as_data_path,), None)
+        return DatasetBlendSpec((named.as_data_path,), None)
     return _resolve_dataset_node({"path": os.path.abspath(path)}, "", _PARTS[split], path, 0)
 
 
-def _resolve_dataset_node(node: Mapping[str, Any], base: str, part: str, where: str, depth: int) -> EnergonBlend | None:
+def _resolve_dataset_node(
+    node: Mapping[str, Any], base: str, part: str, where: str, depth: int
+) -> DatasetBlendSpec | None:
     """Return the parts that a YAML node stands for: a join, a YAML file or a folder. None if it has nothing for `part`.
 
     base: folder of relative paths. where: named in errors. depth: how many YAML files deep; 0: the path that the user
@@ -175,10 +176,12 @@ def _resolve_dataset_node(node: Mapping[str, Any], base: str, part: str, where: 
     parts = _read_energon_meta_file(path, "split").get("split_parts")
     if not depth and isinstance(parts, Mapping) and not parts.get(part):
         return None  # a folder that is given by itself need not have every part
-    return _apply_subset(EnergonBlend((EnergonSplitPart(path, part).as_data_path,), None), node.get("subset"), where)
+    return _apply_subset(
+        DatasetBlendSpec((EnergonSplitPart(path, part).as_data_path,), None), node.get("subset"), where
+    )
 
 
-def _read_metadataset(path: str, part: str, depth: int) -> EnergonBlend | None:
+def _read_metadataset(path: str, part: str, depth: int) -> DatasetBlendSpec | None:
     """Return the parts that a Metadataset (or V2) YAML file gives to `part`. None if it lacks that split and is not
     nested.
     """
@@ -202,7 +205,7 @@ def _read_metadataset(path: str, part: str, depth: int) -> EnergonBlend | None:
     return _resolve_dataset_node(node, base, part, where, depth)
 
 
-def _resolve_join_node(node: Mapping[str, Any], base: str, part: str, where: str) -> EnergonBlend:
+def _resolve_join_node(node: Mapping[str, Any], base: str, part: str, where: str) -> DatasetBlendSpec | None:
     """Return the part that a `join` node describes: the first folder's samples with the fields of equal keys in the
     others.
 
@@ -234,10 +237,10 @@ def _resolve_join_node(node: Mapping[str, Any], base: str, part: str, where: str
     assert isinstance(joiner, Mapping), "checked above"
     joined = tuple((how, other.as_data_path) for how, other in others)
     whole = replace(primary, joined=joined, kind=str(joiner.get("__class__", "")))
-    return _apply_subset(EnergonBlend((whole.as_data_path,), None), node.get("subset"), where) or EnergonBlend((), None)
+    return _apply_subset(DatasetBlendSpec((whole.as_data_path,), None), node.get("subset"), where)
 
 
-def _resolve_blend_node(nodes: Any, base: str, part: str, where: str, depth: int, repeated: bool) -> EnergonBlend:
+def _resolve_blend_node(nodes: Any, base: str, part: str, where: str, depth: int, repeated: bool) -> DatasetBlendSpec:
     """Return the parts of a list of datasets: with weights that sum to 1, or, if `repeated`, each `repetitions` times."""
     prefixes: list[str] = []
     weights: list[float] = []
@@ -252,7 +255,7 @@ def _resolve_blend_node(nodes: Any, base: str, part: str, where: str, depth: int
             weights += [number * weight for weight in inner.weights or (1.0,)]
         else:
             raise DataError(f"{where}: blend and blend_epochized do not mix")
-    return EnergonBlend(tuple(prefixes), None if repeated else tuple(weight / sum(weights) for weight in weights))
+    return DatasetBlendSpec(tuple(prefixes), None if repeated else tuple(weight / sum(weights) for weight in weights))
 
 
 def _require_dataset_list(nodes: Any, where: str) -> list[Mapping[str, Any]]:
@@ -279,12 +282,12 @@ def _repeat_data_path(prefix: str, repetitions: float) -> list[str]:
     return [prefix] * whole + ([last.as_data_path] if rest else [])
 
 
-def _apply_subset(blend: EnergonBlend | None, subset: Any, where: str) -> EnergonBlend | None:
+def _apply_subset(blend: DatasetBlendSpec | None, subset: Any, where: str) -> DatasetBlendSpec | None:
     """Return the blend with each part limited to `subset`; as it is if either is None."""
     if blend is None or subset is None:
         return blend
     parts = [EnergonSplitPart.parse_data_path(prefix) for prefix in blend.prefixes]
-    return EnergonBlend(
+    return DatasetBlendSpec(
         tuple(part.select_subset(subset, where).as_data_path for part in parts if part is not None), blend.weights
     )
 
@@ -338,14 +341,6 @@ def _load_yaml_or_json(path: str) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise DataError(f"{path} holds no mapping")
     return content
-
-
-def read_energon_blend_for_flag(path: str, split: str) -> EnergonBlend | None:
-    """As `read_energon_blend`, but raise `ConfigError`, as the path comes from a flag."""
-    try:
-        return read_energon_blend(path, split)
-    except DataError as error:
-        raise ConfigError(str(error)) from None
 
 
 def ranges_within_shards(counts: Sequence[int], start: int, stop: int | None) -> list[range]:
