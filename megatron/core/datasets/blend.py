@@ -301,8 +301,7 @@ class _SplitDatasetBuilder:
     def _build_blended(
         self, plan: SplitBlend, datasets: Sequence[SplitDataset], weights: Sequence[float], size: int
     ) -> BlendedDataset:
-        chosen = self.config.data_cache_path
-        cache = IndexCacheFolder(Path(chosen) if chosen else None)
+        cache = IndexCacheFolder.from_flag(self.config.data_cache_path, otherwise=None)
         return BlendedDataset(
             datasets, weights, size=size, split=plan.name, exact=self.config.blend_order == "exact", cache=cache
         )
@@ -311,11 +310,6 @@ class _SplitDatasetBuilder:
         """Return where the index of a source is cached: --data-cache-path, else beside the files (nowhere for mock or
         remote data).
         """
-        if self.config.data_cache_path:
-            return IndexCacheFolder(Path(self.config.data_cache_path))
-        beside = (
-            None
-            if self.config.mock_data or is_remote_path(prefix)
-            else Path(prefix) / "cache" / f"{self.kind.name}_indices"
-        )
-        return IndexCacheFolder(beside, chosen=False)
+        nowhere = self.config.mock_data or is_remote_path(prefix)
+        beside = None if nowhere else Path(prefix) / "cache" / f"{self.kind.name}_indices"
+        return IndexCacheFolder.from_flag(self.config.data_cache_path, otherwise=beside)

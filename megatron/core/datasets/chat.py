@@ -208,12 +208,8 @@ class ChatDatasetKind:
 
     def _index_cache(self, path: str) -> IndexCacheFolder:
         """Return where ids and packing plan are cached: --data-cache-path, else PATH.cache beside the file."""
-        chosen = self.config.data_cache_path
-        return (
-            IndexCacheFolder(Path(chosen))
-            if chosen
-            else IndexCacheFolder(Path(f"{path}.cache") / f"{self.name}_indices", chosen=False)
-        )
+        beside = Path(f"{path}.cache") / f"{self.name}_indices"
+        return IndexCacheFolder.from_flag(self.config.data_cache_path, otherwise=beside)
 
 
 def chat_dataset_kind(config: DataConfig, *, sequence_length: int, seed: int, tokenizer: Tokenizer) -> ChatDatasetKind:

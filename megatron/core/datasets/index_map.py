@@ -17,10 +17,8 @@ from __future__ import annotations
 import fcntl
 import glob
 import hashlib
-import io
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -176,6 +174,13 @@ class IndexCacheFolder:
     folder: Path | None
     chosen: bool = True
 
+    @staticmethod
+    def from_flag(data_cache_path: str | None, *, otherwise: Path | None) -> IndexCacheFolder:
+        """Return the folder of --data-cache-path, else `otherwise`."""
+        if data_cache_path:
+            return IndexCacheFolder(Path(data_cache_path))
+        return IndexCacheFolder(otherwise, chosen=False)
+
     def raise_or_warn_unwritable(self, error: OSError) -> None:
         """Raise `DataError` if the user chose the folder, else warn, that it cannot be written."""
         message = f"index cache {self.folder} cannot be written: {error.strerror}"
@@ -264,7 +269,7 @@ class _IndexCacheEntry:
         try:
             message = self._array_descriptions()
             return None if message is None else {key: self._map_array(key, **message[key]) for key in self.shapes}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning(
                 "index cache %s is damaged and is built again: %s",
                 self.folder / self.stem,
@@ -288,18 +293,16 @@ class _IndexCacheEntry:
         """Memory-map one array. `ValueError` if header, size, shape or (up to CHECKED_BYTES) checksum is not as
         expected.
         """
-        path, dtype = self.path(f"{key}.npy"), np.dtype(self.shapes[key][1])
-        content = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
-        header = _npy_header(tuple(shape), dtype)
-        size = math.prod(shape) * dtype.itemsize
-        if len(content) != len(header) + size or content[: len(header)].tobytes() != header:
-            raise ValueError(f"{path.name} is not an array of shape {tuple(shape)} and type {dtype}")
-        array = content[len(header) :].view(dtype).reshape(shape)
-        if not self._has_declared_shape(key, array):
-            raise ValueError(f"{key} has shape {array.shape}, not {self.shapes[key][0]}")
-        if size <= CHECKED_BYTES and xxhash.xxh3_128(content[len(header) :]).hexdigest() != checksum:
+        path = self.path(f"{key}.npy")
+        mapped = np.load(path, mmap_mode="r")
+        whole = path.stat().st_size == mapped.offset + mapped.nbytes and mapped.flags.c_contiguous
+        if not whole or mapped.shape != tuple(shape) or not self._has_declared_shape(key, mapped):
+            raise ValueError(
+                f"{path.name} is not an array of shape {tuple(shape)} and type {self.shapes[key][1].__name__}"
+            )
+        if mapped.nbytes <= CHECKED_BYTES and xxhash.xxh3_128(mapped).hexdigest() != checksum:
             raise ValueError(f"{path.name} has another checksum than it was written with")
-        return array
+        return mapped.view(np.ndarray)
 
     def _has_declared_shape(self, key: str, array: np.ndarray) -> bool:
         """Return whether an array has the dtype and shape declared for its key (None: any size)."""
@@ -309,15 +312,6 @@ class _IndexCacheEntry:
             and array.ndim == len(shape)
             and all(size in (None, result) for size, result in zip(shape, array.shape))
         )
-
-
-def _npy_header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
-    """The first bytes of the .npy file of such an array."""
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        header, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    )
-    return header.getvalue()
 
 
 def _lock_file(path: Path) -> IO[bytes] | None:

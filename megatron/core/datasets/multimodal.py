@@ -303,12 +303,9 @@ class ImageChatDatasetKind:
 
     def _index_cache(self, path: str) -> IndexCacheFolder:
         """Return where ids and packing plan are cached: --data-cache-path, else beside the data."""
-        chosen = self.run.data.data_cache_path
-        if chosen:
-            return IndexCacheFolder(Path(chosen))
         part = EnergonSplitPart.parse_data_path(path)
-        beside = os.path.join(part.folder, META, "cache") if part else f"{path}.cache"
-        return IndexCacheFolder(Path(beside) / f"{self.name}_indices", chosen=False)
+        beside = Path(part.folder, META, "cache") if part else Path(f"{path}.cache")
+        return IndexCacheFolder.from_flag(self.run.data.data_cache_path, otherwise=beside / f"{self.name}_indices")
 
 
 def image_slot_token_id(model: ModelConfig, tokenizer: Tokenizer) -> int:
