@@ -17,9 +17,8 @@ from typing import Literal
 import numpy as np
 
 from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
-from megatron.core.datasets.gpt import TokenSource
+from megatron.core.datasets.gpt import TokenSource, check_ids_in_vocab
 from megatron.core.datasets.index_map import IndexCacheFolder
-from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.masking import TokenMaskingOptions, group_positions_by_word, mask_tokens
 from megatron.core.datasets.sentence_map import SentenceMap, SentenceMapOptions
 
@@ -45,7 +44,7 @@ class BERTSampleOptions:
     pad: int
 
 
-class BERTDataset:
+class BERTDataset(SentenceMap):
     """One split of one token source, as shuffled samples.
 
     documents: the split's range. num_samples: how many will be drawn; None: one epoch. A sample holds text, types, labels,
@@ -65,22 +64,9 @@ class BERTDataset:
     ) -> None:
         # [CLS] and two [SEP] are not the sentences'.
         rows = SentenceMapOptions(options.sequence_length - 3, options.short_seq_prob, 2 if options.pairs else 1, seed)
-        self.map = SentenceMap(
-            source,
-            rows,
-            name=type(self).__name__,
-            documents=documents,
-            num_samples=num_samples,
-            split=split,
-            cache=cache,
-        )
-        self.options, self.seed, self.prefix = options, seed, source.prefix
-        self.description = {**self.map.description, "mask_prob": options.masking.probability, "pairs": options.pairs}
-        self.tokens_per_epoch, self.samples_per_epoch = self.map.tokens_per_epoch, self.map.samples_per_epoch
-
-    def __len__(self) -> int:
-        """The number of samples; at least as many as were asked for."""
-        return len(self.map)
+        super().__init__(source, rows, documents=documents, num_samples=num_samples, split=split, cache=cache)
+        self.options, self.seed = options, seed
+        self.description |= {"mask_prob": options.masking.probability, "pairs": options.pairs}
 
     def __getitem__(self, index: int) -> Sample:
         """The index-th sample."""
@@ -127,19 +113,15 @@ class BERTDataset:
         _, texts, _, _ = self._text_pair(index)
         result, start = [], 1
         for text in texts:
-            result += self.map.token_spans(text.first, text.last, text.low, text.high, start)
+            result += self.token_spans(text.first, text.last, text.low, text.high, start)
             start += text.high - text.low + 1
         return result
-
-    def samples_with_document(self, document: int) -> np.ndarray:
-        """The samples whose row is of this document, in rising order. int64 [samples]"""
-        return self.map.samples_with_document(document)
 
     def _text_pair(self, index: int) -> tuple[np.random.RandomState, list[_SentenceTokenRange], bool, int]:
         """Return what sample `index` is made of: its random generator; its one or two texts, cut to the target length;
         whether they are a wrong pair (is_random); and the target length in tokens.
         """
-        first, last, target = self.map.row(index)
+        first, last, target = self.row(index)
         random = np.random.RandomState((self.seed + index) % 2**32)
         if self.options.pairs is None:
             texts, is_random = [self._token_range_of_sentences(first, last)], False
@@ -150,20 +132,20 @@ class BERTDataset:
             if is_random and self.options.pairs == "sentence-order":
                 texts.reverse()
             elif is_random:
-                other, end, _ = self.map.row(int(random.randint(0, len(self.map))))
+                other, end, _ = self.row(int(random.randint(0, len(self))))
                 texts[1] = self._token_range_of_sentences(int(random.randint(other, end)), end)
         _truncate_pair(texts, target, random)
         return random, texts, is_random, target
 
     def _token_range_of_sentences(self, first: int, last: int) -> _SentenceTokenRange:
         """Return the uncut token range of sentences [first, last)."""
-        length = int(self.map.source.sequence_lengths[first:last].sum(dtype=np.int64))
+        length = int(self.source.sequence_lengths[first:last].sum(dtype=np.int64))
         return _SentenceTokenRange(first, last, length, 0, length)
 
     def _token_ids_of_text(self, text: _SentenceTokenRange) -> list[int]:
         """Return the ids of a text's tokens [low, high). `DataError` for ids outside the vocabulary."""
-        ids = self.map.token_ids(text.first, text.last)[text.low : text.high]
-        check_ids_in_vocab(ids, len(self.options.continues), self.prefix)
+        ids = self.token_ids(text.first, text.last)[text.low : text.high]
+        check_ids_in_vocab(np.asarray(ids, np.int64), len(self.options.continues), self.prefix)
         return ids
 
 
@@ -191,13 +173,3 @@ def _truncate_pair(texts: list[_SentenceTokenRange], target: int, random: np.ran
             longer.low += 1
         else:
             longer.high -= 1
-
-
-def check_ids_in_vocab(ids: list[int], vocab_size: int, prefix: str) -> None:
-    """Raise `DataError` if an id is not in [0, vocab_size). prefix: the dataset, named in the message."""
-    if ids and not (0 <= min(ids) and max(ids) < vocab_size):
-        token = min(ids) if min(ids) < 0 else max(ids)
-        raise DataError(
-            f"{prefix} holds the id {token}, but the vocabulary has {vocab_size} ids; train with the tokenizer the "
-            "data was written with"
-        )

@@ -211,7 +211,7 @@ class GPTDataset:
                 f"the index of {self.source.prefix} does not fit its data ({error}); if the files were "
                 "replaced while the run was going on, start again; else remove the index cache"
             ) from error
-        self._check_ids_in_vocab(window[:filled])
+        check_ids_in_vocab(window[:filled], self.options.vocab_size, self.prefix)
         if self.rearrange is not None:
             ids = self.rearrange(window[:filled], index)[: len(window)]
             filled = len(ids)
@@ -219,10 +219,12 @@ class GPTDataset:
         window[filled:] = self.options.pad
         return window
 
-    def _check_ids_in_vocab(self, ids: np.ndarray) -> None:
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.options.vocab_size:
-            raise DataError(
-                f"{self.source.prefix} holds the id {low if low < 0 else high}, but the vocabulary has "
-                f"{self.options.vocab_size} ids; train with the tokenizer the data was written with"
-            )
+
+def check_ids_in_vocab(ids: np.ndarray, vocab_size: int, prefix: str) -> None:
+    """Raise `DataError` if one of the ids [t] is not in [0, vocab_size). prefix: the dataset, named in the message."""
+    low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
+    if low < 0 or high >= vocab_size:
+        raise DataError(
+            f"{prefix} holds the id {low if low < 0 else high}, but the vocabulary has {vocab_size} ids; train with "
+            "the tokenizer the data was written with"
+        )

@@ -18,6 +18,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,8 @@ class SentenceMapOptions:
 class SentenceMap:
     """The samples of some documents of a source, as rows (first sentence, one past the last, target length).
 
-    documents: the split's range. num_samples: how many will be drawn, hence how many epochs; None: one epoch.
+    documents: the split's range. num_samples: how many will be drawn, hence how many epochs; None: one epoch. A
+    dataset of sentences derives from it and makes samples of the rows.
     """
 
     def __init__(
@@ -54,7 +56,6 @@ class SentenceMap:
         source: TokenSource,
         options: SentenceMapOptions,
         *,
-        name: str,
         documents: range,
         num_samples: int | None,
         split: str,
@@ -69,8 +70,8 @@ class SentenceMap:
                 f"{options.least_sentences} sentences or more, all of at most {LONGEST_SENTENCE} tokens; give that "
                 "split a larger share in --split, or write the data with --split-sentences"
             )
-        tokens = _document_lengths(source.sequence_lengths, bounds)[usable].sum()
-        self.description = {
+        name, tokens = type(self).__name__, _document_lengths(source.sequence_lengths, bounds)[usable].sum()
+        self.description: dict[str, Any] = {
             "class": name,
             "prefix": source.prefix,
             "documents": [documents.start, documents.stop, len(source.document_indices) - 1],

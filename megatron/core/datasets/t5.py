@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.datasets.bert import check_ids_in_vocab
 from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
-from megatron.core.datasets.gpt import TokenSource
+from megatron.core.datasets.gpt import TokenSource, check_ids_in_vocab
 from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.masking import TokenMaskingOptions, group_positions_by_word, mask_tokens
 from megatron.core.datasets.sentence_map import SentenceMap, SentenceMapOptions
@@ -41,7 +40,7 @@ class T5SampleOptions:
     pad: int
 
 
-class T5Dataset:
+class T5Dataset(SentenceMap):
     """One split of one token source, as shuffled samples.
 
     documents: the split's range. num_samples: how many will be drawn; None: one epoch. A sample holds text_enc, enc_mask
@@ -62,34 +61,17 @@ class T5Dataset:
     ) -> None:
         # Two places are left free, as Megatron does.
         rows = SentenceMapOptions(options.encoder_length - 2, options.short_seq_prob, 1, seed)
-        self.map = SentenceMap(
-            source,
-            rows,
-            name=type(self).__name__,
-            documents=documents,
-            num_samples=num_samples,
-            split=split,
-            cache=cache,
-        )
-        self.options, self.seed, self.prefix = options, seed, source.prefix
-        self.description = {
-            **self.map.description,
-            "mask_prob": options.masking.probability,
-            "decoder_length": options.decoder_length,
-        }
-        self.tokens_per_epoch, self.samples_per_epoch = self.map.tokens_per_epoch, self.map.samples_per_epoch
-
-    def __len__(self) -> int:
-        """The number of samples; at least as many as were asked for."""
-        return len(self.map)
+        super().__init__(source, rows, documents=documents, num_samples=num_samples, split=split, cache=cache)
+        self.options, self.seed = options, seed
+        self.description |= {"mask_prob": options.masking.probability, "decoder_length": options.decoder_length}
 
     def __getitem__(self, index: int) -> Sample:
         """The index-th sample."""
-        options, (first, last, target) = self.options, self.map.row(index)
+        options, (first, last, target) = self.options, self.row(index)
         random = np.random.RandomState((self.seed + index) % 2**32)
-        whole = self.map.token_ids(first, last)
+        whole = self.token_ids(first, last)
         ids = whole[:target]
-        check_ids_in_vocab(ids, len(options.continues), self.prefix)
+        check_ids_in_vocab(np.asarray(ids, np.int64), len(options.continues), self.prefix)
         hidden = mask_tokens(
             ids,
             group_positions_by_word(ids, options.continues, ()),
@@ -120,12 +102,8 @@ class T5Dataset:
 
     def token_sources(self, index: int) -> list[TokenSpan]:
         """Where the tokens of the index-th sample came from; positions are those of the text before spans are taken out."""
-        first, last, target = self.map.row(index)
-        return self.map.token_spans(first, last, 0, target, 0)
-
-    def samples_with_document(self, document: int) -> np.ndarray:
-        """The samples whose row is of this document, in rising order. int64 [samples]"""
-        return self.map.samples_with_document(document)
+        first, last, target = self.row(index)
+        return self.token_spans(first, last, 0, target, 0)
 
     def _fitting_spans(self, spans: list[list[int]]) -> list[list[int]]:
         """Return the spans that get a sentinel and fit in the decoder, chosen in the order given, then sorted by

@@ -13,9 +13,9 @@ from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.datasets.bert import BERTDataset, BERTSampleOptions
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.kinds import bert_dataset_kind
 from megatron.core.datasets.masking import TokenMaskingOptions, word_continuation_mask
 from megatron.core.datasets.samplers import collate
-from megatron.core.datasets.sentence_kinds import bert_dataset_kind
 from megatron.core.tokenizers.build import NullTokenizer
 from tests.helpers.sentences import CLS, MASK, PAD, SEP, LetterTokenizer, some_documents, write
 
@@ -68,12 +68,12 @@ def parts(sample: dict[str, np.ndarray]) -> list[list[int]]:
 def test_a_sample_is_a_pair_of_texts_from_its_row_in_the_stated_form(tmp_path: Path) -> None:
     data = dataset(tmp_path)
     for index in range(len(data)):
-        sample, (first, last, target) = data[index], data.map.row(index)
-        whole = data.map.token_ids(first, last)
+        sample, (first, last, target) = data[index], data.row(index)
+        whole = data.token_ids(first, last)
         a, b = parts(sample)
         assert len(a) + len(b) == min(len(whole), target) and bool(sample["truncated"]) == (len(whole) > target)
         one, other = (b, a) if sample["is_random"] else (a, b)  # in the order of the text
-        boundaries = np.cumsum([len(data.map.source.get(sentence)) for sentence in range(first, last)])[:-1].tolist()
+        boundaries = np.cumsum([len(data.source.get(sentence)) for sentence in range(first, last)])[:-1].tolist()
         assert any(_is_run(one, whole[:cut]) and _is_run(other, whole[cut:]) for cut in boundaries), (
             "no cut gives this pair"
         )
@@ -97,7 +97,7 @@ def test_a_text_too_long_loses_tokens_at_both_ends_and_the_longer_one_loses_firs
     data = dataset(tmp_path, samples=1500)
     front = back = 0
     for index in range(len(data)):
-        target, texts = data.map.row(index)[2], data._text_pair(index)[1]
+        target, texts = data.row(index)[2], data._text_pair(index)[1]
         front += sum(text.low for text in texts)
         back += sum(text.length - text.high for text in texts)
         retained, cut = [text.high - text.low for text in texts], [text.high - text.low < text.length for text in texts]
@@ -136,7 +136,7 @@ def test_eighty_percent_are_masked_ten_random_ten_kept_and_half_of_the_pairs_swa
 
 def test_short_targets_come_as_often_as_was_said(tmp_path: Path) -> None:
     data = dataset(tmp_path, samples=5000)
-    targets = data.map.rows[:, 2]
+    targets = data.rows[:, 2]
     share = 0.1 * (SIZE - 5) / (SIZE - 4)  # one of the short ones is as long as the longest
     assert abs((targets < SIZE - 3).mean() - share) < 3 * (share * (1 - share) / len(targets)) ** 0.5
     assert targets.min() == 2 and targets.max() == SIZE - 3
@@ -158,26 +158,22 @@ def test_a_sample_depends_on_its_number_alone(tmp_path: Path) -> None:
 def test_without_a_binary_head_a_sample_is_one_text(tmp_path: Path) -> None:
     data = dataset(tmp_path, pairs=None)
     for index in range(40):
-        sample, (first, last, target) = data[index], data.map.row(index)
+        sample, (first, last, target) = data[index], data.row(index)
         (text,) = parts(sample)
-        assert len(text) == min(target, len(data.map.token_ids(first, last))) and _is_run(
-            text, data.map.token_ids(first, last)
-        )
+        assert len(text) == min(target, len(data.token_ids(first, last))) and _is_run(text, data.token_ids(first, last))
         assert not sample["is_random"] and not sample["types"].any()
-    assert {len(range(*data.map.row(index)[:2])) for index in range(len(data))} >= {1}, (
-        "a sentence alone makes a sample"
-    )
+    assert {len(range(*data.row(index)[:2])) for index in range(len(data))} >= {1}, "a sentence alone makes a sample"
 
 
 def test_next_sentence_pairs_are_half_from_elsewhere_and_keep_their_order(tmp_path: Path) -> None:
     data = dataset(tmp_path, pairs="next-sentence", samples=600)
     foreign = 0
     for index in range(len(data)):
-        sample, (first, last, _) = data[index], data.map.row(index)
+        sample, (first, last, _) = data[index], data.row(index)
         a, b = parts(sample)
-        assert _is_run(a, data.map.token_ids(first, last))
-        assert sample["is_random"] or _is_run(b, data.map.token_ids(first, last))
-        foreign += not _is_run(b, data.map.token_ids(first, last))
+        assert _is_run(a, data.token_ids(first, last))
+        assert sample["is_random"] or _is_run(b, data.token_ids(first, last))
+        foreign += not _is_run(b, data.token_ids(first, last))
     assert (
         abs(foreign / len(data) - 0.5) < 3 * (0.25 / len(data)) ** 0.5 + 0.03
     )  # a random text may come from the same row
@@ -190,7 +186,7 @@ def test_sources_say_where_every_token_came_from(tmp_path: Path, pairs: str | No
         ids = unmasked(data[index])
         message = [None] * len(ids)
         for span in data.token_sources(index):
-            message[span.start : span.start + span.length] = data.map.source.get(
+            message[span.start : span.start + span.length] = data.source.get(
                 span.sequence, span.offset, span.length
             ).tolist()
         assert [token for token, at in zip(ids, message) if at is not None] == [
@@ -215,7 +211,7 @@ def test_splits_are_shares_of_the_documents_and_never_meet(tmp_path: Path) -> No
     train, valid, test = build_split_datasets(run.data, bert_dataset_kind(run, LetterTokenizer()), (300, 20, 5))
     bounds = np.cumsum([0, *map(len, DOCUMENTS)])
     for part, (low, high) in ((train, (0, 72)), (valid, (72, 108)), (test, (108, 120))):
-        assert part.map.rows[:, 0].min() >= bounds[low] and part.map.rows[:, 1].max() <= bounds[high]
+        assert part.rows[:, 0].min() >= bounds[low] and part.rows[:, 1].max() <= bounds[high]
     assert len(train) >= 300 and len(collate([train[0], train[1]])["is_random"].shape) == 1
     assert len({str(train[index]["text"].tolist()) for index in range(300)}) > 250
 

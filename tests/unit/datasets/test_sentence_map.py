@@ -142,7 +142,6 @@ def sentence_map(source: object, **changes: object) -> SentenceMap:
         source,
         **{
             "options": SentenceMapOptions(20, 0.1, 2, 1),
-            "name": "Test",
             "documents": range(40),
             "num_samples": None,
             "split": "train",

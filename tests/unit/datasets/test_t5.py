@@ -10,8 +10,8 @@ import pytest
 from megatron.core.config.flags import ConfigError, config_from_dict
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.blend import build_split_datasets
+from megatron.core.datasets.kinds import t5_dataset_kind
 from megatron.core.datasets.masking import TokenMaskingOptions, word_continuation_mask
-from megatron.core.datasets.sentence_kinds import t5_dataset_kind
 from megatron.core.datasets.t5 import T5Dataset, T5SampleOptions
 from tests.helpers.sentences import BOS, EOS, PAD, LetterTokenizer, some_documents, write
 
@@ -66,8 +66,8 @@ def test_the_spans_put_back_give_the_text_and_labels_are_the_decoder_one_ahead(t
     data = dataset(tmp_path, **changes)
     length = options(**changes).decoder_length
     for index in range(len(data)):
-        sample, (first, last, target) = data[index], data.map.row(index)
-        text = data.map.token_ids(first, last)
+        sample, (first, last, target) = data[index], data.row(index)
+        text = data.token_ids(first, last)
         assert filled(sample) == text[:target] and bool(sample["truncated"]) == (len(text) > target)
         used = int(sample["dec_mask"].sum())
         assert sample["text_dec"][0] == BOS and sample["labels"][used - 1] == EOS
@@ -98,7 +98,7 @@ def test_sources_say_where_the_text_came_from(tmp_path: Path) -> None:
         message = [
             token
             for span in data.token_sources(index)
-            for token in data.map.source.get(span.sequence, span.offset, span.length).tolist()
+            for token in data.source.get(span.sequence, span.offset, span.length).tolist()
         ]
         assert message == text
 
