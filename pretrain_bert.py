@@ -21,7 +21,7 @@ import torch
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.blend import build_split_datasets
-from megatron.core.datasets.sentence_kinds import bert_dataset_kind
+from megatron.core.datasets.kinds import bert_dataset_kind
 from megatron.core.models.bert import BERTModel, BERTOutput
 from megatron.training.data.batch import Batch, Loss, LossFunction, mlm_and_pair_loss
 from megatron.training.entry import guarded_entry_point

@@ -21,7 +21,7 @@ import torch
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.blend import build_split_datasets
-from megatron.core.datasets.sentence_kinds import t5_dataset_kind
+from megatron.core.datasets.kinds import t5_dataset_kind
 from megatron.core.models.t5 import Message, T5Model
 from megatron.training.data.batch import Batch, Loss, LossFunction, masked_loss_sum
 from megatron.training.entry import guarded_entry_point

@@ -19,7 +19,6 @@ sentence_map.py       sentences to samples: which run of sentences each sample i
 masking.py            which tokens are hidden, and what stands in their place
 bert.py               pairs of texts with hidden words
 t5.py                 texts with spans taken out
-sentence_kinds.py     which of the two the settings ask for
 mock.py               made-up tokens and conversations, without files
 blend_index.py        which dataset of a blend each sample comes from
 data_splits.py        what the data settings say: prefixes, weights and splits

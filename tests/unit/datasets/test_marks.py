@@ -9,7 +9,7 @@ from megatron.core.config.flags import ConfigError, config_from_dict
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.ingest.encode import EncodeOptions, RecordEncoder
-from megatron.core.datasets.sentence_kinds import bert_dataset_kind, t5_dataset_kind
+from megatron.core.datasets.kinds import bert_dataset_kind, t5_dataset_kind
 from megatron.core.datasets.special_tokens import encode_without_special_tokens, refuse_added_special_tokens
 from megatron.core.tokenizers.build import build_tokenizer
 from tests.helpers.architecture import ROOT
