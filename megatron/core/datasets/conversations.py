@@ -171,15 +171,13 @@ class TokenizedConversations:
     """A token source of a JSONL file; see the top of this file for what the ids are."""
 
     def __init__(self, path: str, arrays: Arrays) -> None:
-        self.prefix, self._ids, self._starts = path, arrays["ids"], arrays["starts"]
-        self.sequence_lengths, self.document_indices = np.diff(self._starts), arrays["lines"]
+        self.prefix, self.arrays = path, arrays
+        self.sequence_lengths, self.document_indices = np.diff(arrays["starts"]), arrays["lines"]
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return ids [offset, offset + length) of one conversation as int32, cut off at its end; length None: to its
-        end.
-        """
-        first, last = self._starts[sequence : sequence + 2].tolist()
-        return self._ids[first + offset : last if length is None else min(last, first + offset + length)]
+        """Ids [offset, offset + length) of one conversation, cut off at its end; length None: to its end. int32"""
+        first, last = self.arrays["starts"][sequence : sequence + 2].tolist()
+        return self.arrays["ids"][first + offset : last if length is None else min(last, first + offset + length)]
 
 
 def open_conversations(path: str, encoder: ConversationEncoder, cache: IndexCacheFolder) -> TokenizedConversations:
@@ -233,15 +231,19 @@ def _tokenize_conversation_file(path: str, encoder: ConversationEncoder) -> Arra
                     starts.append(len(ids))
                 lines.append(len(starts) - 1)
     if bad:
-        bad.sort()
-        message = "\n".join(f"  {path}, line {number}: {problem}" for number, problem in bad[:MOST_TOLD])
-        more = f"\n  and {len(bad) - MOST_TOLD} more" if len(bad) > MOST_TOLD else ""
-        raise DataError(f"{len(bad)} lines cannot be used; mend or remove them\n{message}{more}")
+        listed = list_first_problems([f"{path}, line {number}: {problem}" for number, problem in sorted(bad)])
+        raise DataError(f"{len(bad)} lines cannot be used; mend or remove them\n{listed}")
     return {
         "ids": np.frombuffer(ids, np.int32),
         "starts": np.frombuffer(starts, np.int64),
         "lines": np.frombuffer(lines, np.int64),
     }
+
+
+def list_first_problems(problems: Sequence[str]) -> str:
+    """Return the first problems, a line each, and how many more there are."""
+    more = [f"and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
+    return "\n".join(f"  {line}" for line in [*problems[:MOST_TOLD], *more])
 
 
 def _encode_conversation_lines(

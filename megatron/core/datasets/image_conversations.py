@@ -23,7 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.conversations import AT_ONCE, MOST_TOLD, ConversationEncoder
+from megatron.core.datasets.conversations import (
+    AT_ONCE,
+    SHAPES,
+    ConversationEncoder,
+    TokenizedConversations,
+    list_first_problems,
+)
 from megatron.core.datasets.images import ImageError, ImageOptions, TileGrid, read_image_bytes, tile_grid_of_image_bytes
 from megatron.core.datasets.index_map import Arrays, IndexCacheFolder, load_or_build_arrays
 from megatron.core.datasets.indexed import DataError
@@ -34,9 +40,7 @@ SLOT = 1 << 30  # the id of a slot, which no vocabulary reaches
 _CHARACTER = "\ufdd5"  # an image while a template runs; no text holds it
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _SHAPES = {
-    "ids": ((None,), np.int32),
-    "starts": ((None,), np.int64),
-    "lines": ((None,), np.int64),
+    **SHAPES,
     "image_starts": ((None,), np.int64),
     "tiles": ((None,), np.int32),
     "names": ((None,), np.uint8),
@@ -91,16 +95,6 @@ class ImageConversationEncoder:
         """What the ids depend on."""
         return {**self.encoder.identity, **asdict(self.slots), "plain": self.plain}
 
-    def parse_row(self, row: Any) -> ImageConversationRow:
-        """Parse a row of a file into messages and image paths. `DataError` if it is invalid."""
-        return _parse_conversation_row(row, plain=self.plain)
-
-    def render_segments(self, messages: Sequence[Message]) -> list[TemplateSegment]:
-        """Render messages by the chat template, each image as a segment of its own. `DataError` if the template rejects
-        them.
-        """
-        return list(_split_at_images(self.encoder.template.render_segments(messages)))
-
     def expand_image_slots(self, ids: np.ndarray, grids: Sequence[TileGrid]) -> np.ndarray:
         """Replace each image mark in the ids of a conversation by the tokens of that image.
 
@@ -129,26 +123,21 @@ class ImageConversationEncoder:
         return whole ^ (whole >> 63)
 
 
-class ImageConversationTokenSource:
-    """A token source of a JSON file, with the images of every conversation. Ids that are not learnt are kept as ~id."""
+class ImageConversationTokenSource(TokenizedConversations):
+    """The conversations of a JSON file, with their images. folder: of the images' paths."""
 
     def __init__(self, path: str, folder: str, arrays: Arrays) -> None:
-        self.prefix, self.folder, self._arrays = path, folder, arrays
-        self.sequence_lengths, self.document_indices = np.diff(arrays["starts"]), arrays["lines"]
-
-    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Ids [offset, offset + length) of one conversation, to its end when `length` is None. int32"""
-        first, last = self._arrays["starts"][sequence : sequence + 2].tolist()
-        return self._arrays["ids"][first + offset : last if length is None else min(last, first + offset + length)]
+        super().__init__(path, arrays)
+        self.folder = folder
 
     def image_paths_and_tile_counts(self, sequence: int) -> list[tuple[str, int]]:
         """Path and number of tiles of each image of a conversation, in order."""
-        first, last = self._arrays["image_starts"][sequence : sequence + 2].tolist()
-        ends, result = self._arrays["name_ends"], []
+        first, last = self.arrays["image_starts"][sequence : sequence + 2].tolist()
+        ends, result = self.arrays["name_ends"], []
         for place in range(first, last):
             start = int(ends[place - 1]) if place else 0
-            name = self._arrays["names"][start : int(ends[place])].tobytes().decode()
-            result.append((os.path.join(self.folder, name), int(self._arrays["tiles"][place])))
+            name = self.arrays["names"][start : int(ends[place])].tobytes().decode()
+            result.append((os.path.join(self.folder, name), int(self.arrays["tiles"][place])))
         return result
 
 
@@ -207,10 +196,12 @@ class ImageConversationRow:
 
 
 class _ImageConversationBuilder:
-    """Makes the arrays of a source."""
+    """Makes the arrays of a source. bad: rows that are no conversations, unreadable: those whose images cannot be used."""
 
     def __init__(self, source: ConversationRowSource, writer: ImageConversationEncoder, options: ImageOptions) -> None:
         self.source, self.writer, self.options = source, writer, options
+        self.bad: list[tuple[int, str]] = []
+        self.unreadable: list[tuple[int, str]] = []
 
     def build_arrays(self) -> Arrays:
         """Tokenize all rows and read the header of every image; return the arrays of `_SHAPES`."""
@@ -218,14 +209,12 @@ class _ImageConversationBuilder:
         names: list[bytes] = []
         tiles: list[int] = []
         starts, lines, image_starts = [0], [0], [0]
-        unreadable: list[tuple[int, str]] = []
-        bad: list[tuple[int, str]] = []
         rows = enumerate(self.source.read(), 1)
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             while given := list(islice(rows, AT_ONCE)):
-                batch = [(number, self._parse_row(number, row, bad, unreadable)) for number, row in given]
+                batch = [(number, self._parse_row(number, row)) for number, row in given]
                 grids = list(pool.map(lambda entry: self._read_tile_grids(entry[1]), batch))
-                pieces = self._render_row_segments(batch, grids, bad, unreadable)
+                pieces = self._render_row_segments(batch, grids)
                 encoded = iter(self.writer.encoder.encode_conversations([one for one in pieces if one]))
                 for (_, row), piece, cut in zip(batch, pieces, grids, strict=True):
                     if piece is not None and row is not None and not isinstance(cut, str):
@@ -236,7 +225,7 @@ class _ImageConversationBuilder:
                         tiles += [grid.num_tiles for grid in cut]
                         image_starts.append(len(tiles))
                     lines.append(len(starts) - 1)
-        self._report_bad_rows(bad, sorted(unreadable), len(lines) - 1)
+        self._report_bad_rows(len(lines) - 1)
         return {
             "ids": np.concatenate([np.empty(0, np.int32), *ids]),
             "starts": np.array(starts, np.int64),
@@ -247,19 +236,17 @@ class _ImageConversationBuilder:
             "name_ends": np.cumsum([len(name) for name in names], dtype=np.int64),
         }
 
-    def _parse_row(
-        self, number: int, row: Any, bad: list[tuple[int, str]], unreadable: list[tuple[int, str]]
-    ) -> ImageConversationRow | None:
-        """Parse a row; None if it cannot be used, which is noted in `bad` or `unreadable` with its number."""
+    def _parse_row(self, number: int, row: Any) -> ImageConversationRow | None:
+        """Parse a row; None if it cannot be used, which is noted with its number."""
         if isinstance(row, ImageConversationRow):
             return row
         if isinstance(row, str):
-            unreadable.append((number, row))
+            self.unreadable.append((number, row))
             return None
         try:
-            return self.writer.parse_row(row)
+            return _parse_conversation_row(row, plain=self.writer.plain)
         except DataError as error:
-            bad.append((number, str(error)))
+            self.bad.append((number, str(error)))
             return None
 
     def _read_tile_grids(self, row: ImageConversationRow | None) -> list[TileGrid] | str:
@@ -277,49 +264,37 @@ class _ImageConversationBuilder:
         return grids
 
     def _render_row_segments(
-        self,
-        batch: Sequence[tuple[int, ImageConversationRow | None]],
-        grids: Sequence[list[TileGrid] | str],
-        bad: list[tuple[int, str]],
-        unreadable: list[tuple[int, str]],
+        self, batch: Sequence[tuple[int, ImageConversationRow | None]], grids: Sequence[list[TileGrid] | str]
     ) -> list[list[TemplateSegment] | None]:
-        """Return each conversation's template segments: [] if it has ids already, None if it cannot be used, which is
-        noted in `bad` or `unreadable`.
-        """
+        """Return each conversation's template segments: [] if it has ids already, None if it cannot be used (noted)."""
         result: list[list[TemplateSegment] | None] = []
         for (number, row), cut in zip(batch, grids, strict=True):
             result.append(None)
             if row is None:
                 continue
             if isinstance(cut, str):
-                unreadable.append((number, cut))
+                self.unreadable.append((number, cut))
                 continue
             try:
-                result[-1] = self.writer.render_segments(row.messages) if row.ids is None else []
+                template = self.writer.encoder.template
+                result[-1] = list(_split_at_images(template.render_segments(row.messages))) if row.ids is None else []
             except DataError as error:
-                bad.append((number, str(error)))
+                self.bad.append((number, str(error)))
         return result
 
-    def _report_bad_rows(self, bad: list[tuple[int, str]], unreadable: list[tuple[int, str]], total: int) -> None:
-        """Raise `DataError` for rows that are no conversations; warn of those whose images cannot be used. total:
-        number of rows.
-        """
-        if bad:
-            listed = "\n".join(
-                f"  {self.source.path}, row {number}: {problem}" for number, problem in sorted(bad)[:MOST_TOLD]
-            )
-            more = f"\n  and {len(bad) - MOST_TOLD} more" if len(bad) > MOST_TOLD else ""
-            raise DataError(f"{len(bad)} rows cannot be used; mend or remove them\n{listed}{more}")
-        if unreadable:
-            listed = "\n".join(f"  row {number}: {problem}" for number, problem in unreadable[:MOST_TOLD])
-            more = f"\n  and {len(unreadable) - MOST_TOLD} more" if len(unreadable) > MOST_TOLD else ""
+    def _report_bad_rows(self, total: int) -> None:
+        """Raise `DataError` for rows that are no conversations; warn of those whose images cannot be used, of `total`."""
+        path = self.source.path
+        if self.bad:
+            listed = list_first_problems([f"{path}, row {number}: {problem}" for number, problem in sorted(self.bad)])
+            raise DataError(f"{len(self.bad)} rows cannot be used; mend or remove them\n{listed}")
+        if self.unreadable:
             logger.warning(
-                "%s: %d of %d rows are left out, since they or an image of theirs cannot be used\n%s%s",
-                self.source.path,
-                len(unreadable),
+                "%s: %d of %d rows are left out, since they or an image of theirs cannot be used\n%s",
+                path,
+                len(self.unreadable),
                 total,
-                listed,
-                more,
+                list_first_problems([f"row {number}: {problem}" for number, problem in sorted(self.unreadable)]),
             )
 
 

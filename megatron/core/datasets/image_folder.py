@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.datasets.conversations import MOST_TOLD
+from megatron.core.datasets.conversations import list_first_problems
 from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
 from megatron.core.datasets.images import (
     ImageError,
@@ -137,11 +137,11 @@ class ImageFolderDatasetKind:
         ]
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             problems = list(pool.map(lambda file: self._image_problem(file[0]), files))
-        bad = [(path, problem) for (path, _), problem in zip(files, problems, strict=True) if problem]
+        bad = [f"{path}: {problem}" for (path, _), problem in zip(files, problems, strict=True) if problem]
         if bad:
-            listed = "\n".join(f"  {path}: {problem}" for path, problem in bad[:MOST_TOLD])
-            more = f"\n  and {len(bad) - MOST_TOLD} more" if len(bad) > MOST_TOLD else ""
-            logger.warning("%s: %d of %d files are left out\n%s%s", prefix, len(bad), len(files), listed, more)
+            logger.warning(
+                "%s: %d of %d files are left out\n%s", prefix, len(bad), len(files), list_first_problems(bad)
+            )
         usable = tuple(file for file, problem in zip(files, problems, strict=True) if not problem)
         return LabelledImageFiles(prefix, usable, classes)
 

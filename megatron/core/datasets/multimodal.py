@@ -143,14 +143,8 @@ class ImageChatDataset:
         use: Use = "pixels",
         filler: int = 0,
     ) -> None:
-        self.chat, self.source, self.options, self.rows, self.use, self.filler = (
-            chat,
-            source,
-            options,
-            rows,
-            use,
-            filler,
-        )
+        self.chat, self.source, self.options = chat, source, options
+        self.rows, self.use, self.filler = rows, use, filler
         self.prefix, self.description = chat.prefix, chat.description
         self.tokens_per_epoch, self.samples_per_epoch = chat.tokens_per_epoch, chat.samples_per_epoch
         self.damaged = DamagedImages()
