@@ -176,7 +176,7 @@ def read_text_batches(words: Sequence[str], key: str, bar: tqdm) -> Iterator[lis
                 "\n  ".join(["lines that are no texts; rows of the output would not stand for lines", *bad])
             )
         bar.update(behind[chunk.start.span] + chunk.consumed - bar.n)
-        yield records.texts[0]
+        yield [text for (text,) in records.texts[0]]
 
 
 def write_embeddings(

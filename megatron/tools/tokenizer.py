@@ -139,7 +139,7 @@ def read_texts(inputs: Sequence[str], key: str) -> Iterator[list[str]]:
                 dropped[reason] = dropped.get(reason, 0) + drop.count
             documents += len(records.texts[0])
             progress.update(chunk.num_bytes)
-            yield records.texts[0]
+            yield [text for (text,) in records.texts[0]]
     left_out = "".join(f"; {count} left out: {reason}" for reason, count in dropped.items())
     print(f"read {documents} texts{left_out}", file=sys.stderr)
 

@@ -71,33 +71,24 @@ class RecordEncoder:
         """The tokenizer. Keep no reference to it: it is rebuilt to release memory."""
         return self._tokenizer
 
-    def parse_records_and_sentences(self, chunk: RecordChunk) -> tuple[ParsedDocuments, list[list[list[str]]]]:
-        """Parse a chunk's records; with --split-sentences also return the sentences of every document for each key,
-        else [].
-        """
-        records = parse_records(chunk, self.job.keys)
-        if self._split is None:
-            return records, []
-        return records, [[self._split(text) for text in texts] for texts in records.texts]
+    def parse_chunk(self, chunk: RecordChunk) -> ParsedDocuments:
+        """Parse a chunk's records; with --split-sentences, split their texts."""
+        return parse_records(chunk, self.job.keys, self._split)
 
-    def encode_documents(self, records: ParsedDocuments, sentences: list[list[list[str]]]) -> EncodedChunk:
-        """Encode what `parse_records_and_sentences` returned. A document that the tokenizer cannot encode is dropped
-        under all keys.
-        """
-        documents = sentences or [[[text] for text in texts] for texts in records.texts]
+    def encode_documents(self, records: ParsedDocuments) -> EncodedChunk:
+        """Encode the documents of a chunk. One that the tokenizer cannot encode is dropped under all keys."""
         try:
-            columns = [self._encode_column(column) for column in documents]
+            columns = [self._encode_column(column) for column in records.texts]
         except ValueError:
             bad = [
                 place
                 for place in range(len(records.numbers))
-                if not all(self._can_tokenize_texts(column[place]) for column in documents)
+                if not all(self._can_tokenize_texts(column[place]) for column in records.texts)
             ]
             if not bad:
                 raise
-            retained = sorted(set(range(len(records.numbers))).difference(bad))
             records = records.drop_documents(bad, UNREADABLE)
-            columns = [self._encode_column([column[place] for place in retained]) for column in documents]
+            columns = [self._encode_column(column) for column in records.texts]
         self._rebuild_tokenizer_if_grown()
         return EncodedChunk(columns, records.drops)
 

@@ -129,19 +129,22 @@ def count_decompressed_bytes(source: InputFile) -> int:
     if not source.compression:
         return source.size
     with open_line_file(source) as (file, _):
-        return sum(map(len, iter(lambda: file.read(CHUNK_BYTES), b"")))
+        return sum(map(len, _read_pieces(file, sys.maxsize)))
 
 
 def count_lines_before(source: InputFile, position: int) -> int:
     """Return how many lines of a file begin before byte `position`."""
     if position == 0:
         return 0
-    lines, left = 1, position - 1
     with open_line_file(source) as (file, _):
-        while left and (content := file.read(min(left, CHUNK_BYTES))):
-            lines += content.count(b"\n")
-            left -= len(content)
-    return lines
+        return 1 + sum(content.count(b"\n") for content in _read_pieces(file, position - 1))
+
+
+def _read_pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield the next `size` bytes of a file, or all that are left, a piece at a time."""
+    while size and (content := file.read(min(size, CHUNK_BYTES))):
+        size -= len(content)
+        yield content
 
 
 def _skip_to_line_after_byte(file: BinaryIO, source: InputFile, start: int) -> int:
@@ -149,9 +152,8 @@ def _skip_to_line_after_byte(file: BinaryIO, source: InputFile, start: int) -> i
     if start == 0:
         return 0
     if source.compression:
-        left = start - 1
-        while left and (content := file.read(min(left, CHUNK_BYTES))):
-            left -= len(content)
+        for _ in _read_pieces(file, start - 1):
+            pass
     else:
         file.seek(start - 1)
     return start - 1 + len(file.readline())
@@ -159,11 +161,9 @@ def _skip_to_line_after_byte(file: BinaryIO, source: InputFile, start: int) -> i
 
 def _skip_consumed_input(file: BinaryIO, place: InputPosition, digest: xxhash.xxh3_128) -> None:
     """Skip what the interrupted run read from standard input, updating `digest`. `DataError` if the input differs."""
-    left = place.unit
-    while left and (content := file.read(min(left, CHUNK_BYTES))):
+    for content in _read_pieces(file, place.unit):
         digest.update(content)
-        left -= len(content)
-    if left or (place.unit and digest.hexdigest() != place.digest):
+    if place.unit and digest.hexdigest() != place.digest:
         raise DataError(
             f"standard input does not begin with the {place.unit} bytes that the run to be continued read; "
             "give it the same text, or begin anew with --restart"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.datasets.ingest.input_spans import RecordChunk
+from megatron.core.datasets.ingest.sentences import Split
 
 BLANK = "blank"
 UNREADABLE = "text that the tokenizer cannot read"
@@ -36,10 +37,11 @@ Drops = dict[str, DroppedRecordCount]
 class ParsedDocuments:
     """The documents of a chunk.
 
-    texts: for each key the text of every document. numbers: which record of its span each document is, from 1.
+    texts: for each key the sentences of every document, or its one text. numbers: which record of its span each
+    document is, from 1.
     """
 
-    texts: list[list[str]]
+    texts: list[list[list[str]]]
     numbers: list[int]
     drops: Drops
 
@@ -50,15 +52,12 @@ class ParsedDocuments:
         for place in sorted(gone):
             drops[reason].add_record(self.numbers[place])
         retained = [place for place in range(len(self.numbers)) if place not in gone]
-        return ParsedDocuments(
-            [[column[place] for place in retained] for column in self.texts],
-            [self.numbers[place] for place in retained],
-            drops,
-        )
+        texts = [[column[place] for place in retained] for column in self.texts]
+        return ParsedDocuments(texts, [self.numbers[place] for place in retained], drops)
 
 
-def parse_records(chunk: RecordChunk, keys: Sequence[str]) -> ParsedDocuments:
-    """Parse a chunk to documents, with one text under each key; invalid records are counted in `drops`."""
+def parse_records(chunk: RecordChunk, keys: Sequence[str], split: Split | None = None) -> ParsedDocuments:
+    """Parse a chunk to documents; invalid records are counted in `drops`. split: finds the sentences of a text."""
     records = ParsedDocuments([[] for _ in keys], [], {})
     if isinstance(chunk.content, bytes):
         rows: list[Any] = chunk.content.split(b"\n")
@@ -78,7 +77,7 @@ def parse_records(chunk: RecordChunk, keys: Sequence[str]) -> ParsedDocuments:
             continue
         records.numbers.append(number)
         for column, text in zip(records.texts, texts):
-            column.append(text)
+            column.append(split(text) if split else [text])
     return records
 
 

@@ -41,10 +41,8 @@ def encode_chunks(
         yield from _encode_by_processes(chunks, work.job if isinstance(work, RecordEncoder) else work, workers)
         return
     encoder = work if isinstance(work, RecordEncoder) else RecordEncoder(work)
-    for chunk, (records, sentences) in read_ahead(
-        (_chunk_without_content(chunk), encoder.parse_records_and_sentences(chunk)) for chunk in chunks
-    ):
-        yield chunk, encoder.encode_documents(records, sentences)
+    for chunk, records in read_ahead((_chunk_without_content(chunk), encoder.parse_chunk(chunk)) for chunk in chunks):
+        yield chunk, encoder.encode_documents(records)
 
 
 def _chunk_without_content(chunk: RecordChunk) -> RecordChunk:
@@ -162,7 +160,7 @@ def _worker_main(job: EncodeOptions, work: Connection, results: Connection) -> N
     try:
         encoder = RecordEncoder(job)
         while True:
-            results.send(encoder.encode_documents(*encoder.parse_records_and_sentences(work.recv())))
+            results.send(encoder.encode_documents(encoder.parse_chunk(work.recv())))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except (ConfigError, DataError) as error:

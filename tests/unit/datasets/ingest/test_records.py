@@ -66,7 +66,7 @@ def test_lines_of_anything_are_documents_or_counted(lines, ends, keys):
     records = parse_records(chunk, keys)
     expected = [(number, texts) for number, line in enumerate(rows, 101) if (texts := plainly(line, keys)) is not None]
     assert records.numbers == [number for number, _ in expected]
-    assert [list(texts) for texts in zip(*records.texts)] == [texts for _, texts in expected]
+    assert [[text for (text,) in texts] for texts in zip(*records.texts)] == [texts for _, texts in expected]
     assert sum(drop.count for drop in records.drops.values()) == len(rows) - len(expected)
     named = {number for drop in records.drops.values() for number in drop.records}
     assert named.isdisjoint(records.numbers) and named <= set(range(101, 101 + len(rows)))
@@ -91,7 +91,7 @@ def test_what_the_tokenizer_cannot_read_is_left_out_under_every_key(rows, append
     encoder = numbers_encoder(keys=("a", "b"), append_eod=append_eod)
     content = b"".join(json.dumps({"a": a, "b": b}).encode() + b"\n" for a, b in rows)
     chunk = RecordChunk("jsonl", content, InputPosition(), InputPosition(), len(content), len(content))
-    encoded = encoder.encode_documents(*encoder.parse_records_and_sentences(chunk))
+    encoded = encoder.encode_documents(encoder.parse_chunk(chunk))
     good = [(a, b) for a, b in rows if not {a, b} & {"x", "101"}]
     for column, texts in zip(encoded.columns, zip(*good) if good else [(), ()]):
         documents = [[int(word) for word in text.split()] + [100] * (append_eod and bool(text)) for text in texts]
@@ -111,9 +111,7 @@ def test_a_tokenizer_whose_memory_grows_is_built_again(monkeypatch):
     seen = []
     for _ in range(6):
         seen.append(encoder.tokenizer)
-        assert encoder.encode_documents(*encoder.parse_records_and_sentences(replace(chunk))).columns[
-            0
-        ].ids.tolist() == [7]
+        assert encoder.encode_documents(encoder.parse_chunk(replace(chunk))).columns[0].ids.tolist() == [7]
     first, second = seen[0], seen[3]
     assert seen == [first, first, first, second, second, second] and first is not second
     assert encoder.tokenizer is not second
