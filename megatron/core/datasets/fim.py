@@ -19,7 +19,11 @@ import numpy as np
 
 from megatron.core.config.flags import flag_name, raise_config_error_if
 from megatron.core.config.settings.data import FIMConfig
-from megatron.core.datasets.special_tokens import count_ids_around_text, token_ids_by_name
+from megatron.core.datasets.special_tokens import (
+    count_ids_around_text,
+    encode_without_special_tokens,
+    token_ids_by_name,
+)
 from megatron.core.tokenizers.base import Tokenizer
 
 BROKEN = "\ufffd"  # what bytes that are no whole character look like
@@ -82,19 +86,14 @@ class FillInTheMiddle:
         if self.spared is not None and text.startswith(self.spared):
             return ids
         first, last = np.sort(random.integers(0, len(text) + 1, size=2)).tolist()
-        prefix, middle, suffix = self._encode_without_special_tokens([text[:first], text[first:last], text[last:]])
+        texts = [text[:first], text[first:last], text[last:]]
+        prefix, middle, suffix = encode_without_special_tokens(self.tokenizer, texts, self.frame)
         marks = self.marks
         if random.random() < self.spm_rate:
             parts = [marks.prefix, marks.suffix, *suffix, marks.middle, *prefix, *middle]
         else:
             parts = [marks.prefix, *prefix, marks.suffix, *suffix, marks.middle, *middle]
         return np.array(parts, np.int64)
-
-    def _encode_without_special_tokens(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text, without those that the tokenizer puts around it."""
-        before, after = self.frame
-        ids, lengths = self.tokenizer.encode_texts_flat(texts)
-        return [part[before : len(part) - after].tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
 
     def _decode_whole_characters(self, ids: np.ndarray) -> str:
         """The text without the pieces of a character that the edges of the window cut through."""
@@ -141,14 +140,9 @@ def build_fill_in_middle(fill: FIMConfig, tokenizer: Tokenizer, *, seed: int, pa
         if name is not None and name not in ids
     )
     order = [fill.fim_prefix_token, fill.fim_middle_token, fill.fim_suffix_token]
-    raise_config_error_if(
-        [
-            "--fim-prefix-token, --fim-middle-token and --fim-suffix-token must be three different tokens, not "
-            + ", ".join(order)
-        ]
-        if len({*order}) < 3
-        else []
-    )
+    if len({*order}) < 3:
+        same = "--fim-prefix-token, --fim-middle-token and --fim-suffix-token must be three different tokens, not "
+        raise_config_error_if([same + ", ".join(order)])
     prefix, middle, suffix = (ids[name] for name in order)
     marks = FIMTokens(
         prefix,

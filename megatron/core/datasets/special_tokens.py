@@ -47,9 +47,11 @@ def count_ids_around_text(tokenizer: Tokenizer) -> tuple[int, int]:
     )
 
 
-def encode_without_special_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """The ids of each text, [t] each, without those that the tokenizer puts around it."""
-    before, after = count_ids_around_text(tokenizer)
+def encode_without_special_tokens(
+    tokenizer: Tokenizer, texts: Sequence[str], frame: tuple[int, int] | None = None
+) -> list[np.ndarray]:
+    """The ids of each text, [t] each, without those that the tokenizer puts around it. frame: their numbers, if known."""
+    before, after = frame or count_ids_around_text(tokenizer)
     ids, lengths = tokenizer.encode_texts_flat(texts)
     return [part[before : len(part) - after] for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(texts) else []
 
