@@ -94,6 +94,11 @@ class TokenizerAttributeDefaults:
     special: Mapping[str, int] = MappingProxyType({})
     special_ids: tuple[int, ...] = ()
     chat_template: str | None = None
+    _tokens: Sequence[str] | Mapping[int, str]
+
+    def id_to_token(self, token: int) -> str:
+        """Return how the vocabulary file writes an id."""
+        return self._tokens[token]
 
     def tokenize_with_special(self: Tokenizer, text: str) -> list[int]:
         """Return the ids of a text, in which names of special tokens become those tokens."""

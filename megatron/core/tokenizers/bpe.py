@@ -34,10 +34,6 @@ class GPT2BPETokenizer(ByteLevelBPE, TokenizerAttributeDefaults):
             {token: number for token, number in vocab.items() if token not in reached},
         )
 
-    def id_to_token(self, token: int) -> str:
-        """Return how vocab.json writes an id."""
-        return self._tokens[token]
-
 
 def _build_bpe(vocab: dict[str, int], merges: list[tuple[str, str]]) -> object:
     """Return a tokenizer of the tokenizers library with this vocabulary and these merges."""

@@ -6,6 +6,7 @@ To add a kind, write its class beside the others and add one row to `KINDS`.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -17,7 +18,13 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError, flag_name, raise_config_error_if
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.tokenizers.base import Tokenizer, TokenizerAttributeDefaults, flatten_ids, read_flag_file_text
+from megatron.core.tokenizers.base import (
+    Tokenizer,
+    TokenizerAttributeDefaults,
+    character_to_byte_spans,
+    flatten_ids,
+    read_flag_file_text,
+)
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -73,12 +80,7 @@ class NullTokenizer(TokenizerAttributeDefaults):
     def token_byte_spans(self, text: str) -> list[tuple[int, int]]:
         """Return the byte range of each number."""
         self.tokenize(text)
-        spans, end = [], 0
-        for word in text.split():
-            begin = text.index(word, end)
-            end = begin + len(word)
-            spans.append((len(text[:begin].encode()), len(text[:end].encode())))
-        return spans
+        return character_to_byte_spans(text, [word.span() for word in re.finditer(r"\S+", text)])
 
 
 class ByteTokenizer(TokenizerAttributeDefaults):

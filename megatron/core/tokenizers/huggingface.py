@@ -158,10 +158,6 @@ class HuggingFaceTokenizer(TokenizerAttributeDefaults):
             [token for token in map(int, ids) if token in self._tokens], skip_special_tokens=False
         )
 
-    def id_to_token(self, token: int) -> str:
-        """Return how tokenizer.json writes an id."""
-        return self._tokens[token]
-
     def token_byte_spans(self, text: str) -> list[tuple[int, int]]:
         """Return the byte range of each token; tokens added around a text have an empty range."""
         text.encode()

@@ -37,6 +37,7 @@ class SentencePieceTokenizer(TokenizerAttributeDefaults):
     """
 
     engine = "text is encoded by sentencepiece: it defines the ids"
+    _tokens: list[str]
 
     def __init__(
         self, model: str | Path, kind: Literal["bare", "begun", "named"] = "bare", *, extra_ids: int = 0
@@ -121,10 +122,6 @@ class SentencePieceTokenizer(TokenizerAttributeDefaults):
             elif 0 <= token < self.vocab_size:
                 runs.append(self._tokens[token])
         return runs
-
-    def id_to_token(self, token: int) -> str:
-        """Return how the model writes an id; U+2581 stands for a space."""
-        return self._tokens[token]
 
     def token_byte_spans(self, text: str) -> list[tuple[int, int]]:
         """Return the byte range of each piece; <s> before a text has an empty range."""

@@ -31,6 +31,7 @@ class BertWordPieceTokenizer(TokenizerAttributeDefaults):
     """BERT's tokenizer, in lower case or not, with `extra_ids` sentinels after the vocabulary."""
 
     engine = "text is encoded by tokenizers: it defines the ids"
+    _tokens: list[str]
 
     def __init__(self, vocab_file: str | Path, *, lower_case: bool, extra_ids: int = 0) -> None:
         vocab = _parse_vocab(read_flag_file_text(vocab_file, "--vocab-file"), vocab_file)
@@ -84,10 +85,6 @@ class BertWordPieceTokenizer(TokenizerAttributeDefaults):
         return self._wordpiece_tokenizer.decode(
             [token for token in map(int, ids) if 0 <= token < self.vocab_size], skip_special_tokens=False
         )
-
-    def id_to_token(self, token: int) -> str:
-        """Return how vocab.txt writes an id."""
-        return self._tokens[token]
 
     def token_byte_spans(self, text: str) -> list[tuple[int, int]]:
         """Return the byte range of each piece."""
