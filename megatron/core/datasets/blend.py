@@ -159,9 +159,7 @@ class DataSourceUsage:
 
 
 def data_source_usage(dataset: SplitDataset | BlendedDataset, samples: int | None) -> list[DataSourceUsage]:
-    """Return what each source contributes to the first `samples` samples of a dataset (None: to all). A `samples` above
-    the length starts over from the beginning.
-    """
+    """Return what each source gives to the first `samples` samples (None: to all; more than there are: again)."""
     count = len(dataset) if samples is None else samples
     parts: tuple[SplitDataset, ...]
     weights: Sequence[float]
@@ -181,9 +179,7 @@ def data_source_usage(dataset: SplitDataset | BlendedDataset, samples: int | Non
 def _log_data_sources(
     dataset: SplitDataset | BlendedDataset, plan: SplitBlend, samples: int | None, *, most_epochs: float
 ) -> None:
-    """Log a table of what the run draws from each source, and warn of sources repeated for more than `most_epochs`
-    epochs.
-    """
+    """Log a table of what the run draws from each source; warn of sources used for more than `most_epochs` epochs."""
     uses = data_source_usage(dataset, samples)
     total = sum(use.samples for use in uses)
     width = max(len("source"), *(len(use.prefix) for use in uses))
@@ -263,9 +259,7 @@ class _SplitDatasetBuilder:
         raise AssertionError("datasets of as many samples as are drawn are large enough")
 
     def _build_one_epoch_blend(self, plan: SplitBlend, samples: int | None) -> BlendedDataset:
-        """Blend the sources of a split without weights, each gone through once; at most `samples` samples.
-        `ConfigError` if there are fewer and --dataloader-type is single.
-        """
+        """Blend a split's sources, each once, up to `samples`. `ConfigError` if --dataloader-type single lacks some."""
         datasets = list(self.each(lambda prefix: self._build_source_dataset(plan, prefix, None), plan.blend.prefixes))
         sizes = [len(dataset) for dataset in datasets]
         size = sum(sizes)
@@ -307,9 +301,7 @@ class _SplitDatasetBuilder:
         )
 
     def _index_cache(self, prefix: str) -> IndexCacheFolder:
-        """Return where the index of a source is cached: --data-cache-path, else beside the files (nowhere for mock or
-        remote data).
-        """
+        """Return where a source's index is cached: --data-cache-path, else beside local files."""
         nowhere = self.config.mock_data or is_remote_path(prefix)
         beside = None if nowhere else Path(prefix) / "cache" / f"{self.kind.name}_indices"
         return IndexCacheFolder.from_flag(self.config.data_cache_path, otherwise=beside)

@@ -52,9 +52,7 @@ def _most_lagging_dataset(weights: np.ndarray, times: np.ndarray, counts: np.nda
 
 
 def _earliest_due_dataset(weights: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return for each lane the dataset whose next sample is due first, of those that may be drawn (Tijdeman's rule).
-    [lanes]
-    """
+    """Return for each lane the dataset, of those allowed, whose next sample is due first (Tijdeman's rule). [lanes]"""
     spare = 1 / max(1, 2 * len(weights) - 2)
     lag = weights * (times + 1).astype(np.float64) - counts
     due = (1 - spare - lag) / weights
@@ -64,9 +62,7 @@ def _earliest_due_dataset(weights: np.ndarray, times: np.ndarray, counts: np.nda
 
 
 def _draw_dataset_order(weights: np.ndarray, size: int, rule: Rule) -> np.ndarray:
-    """Return the dataset of each of `size` draws by `rule`, int16 [size]; computed in parallel lanes (see the file's
-    head).
-    """
+    """Return the dataset of each of `size` draws by `rule`, int16 [size]; computed in lanes (see the file's head)."""
     lanes = max(1, min(MOST_LANES, size // SHORTEST_LANE))
     steps = -(-size // lanes)
     times = np.arange(lanes, dtype=np.int64) * steps
@@ -91,9 +87,7 @@ def _draw_dataset_order(weights: np.ndarray, size: int, rule: Rule) -> np.ndarra
 
 
 def _estimate_drawn_counts(weights: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Estimate how many samples of each dataset are drawn before each time: its share, rounded so that they sum to the
-    time. [datasets, lanes]
-    """
+    """Estimate the draws of each dataset before each time: its share, rounded to sum to the time. [datasets, lanes]"""
     ideal = np.outer(weights, times)
     counts = np.floor(ideal)
     missing = times - counts.sum(axis=0)
@@ -122,9 +116,7 @@ def _draw_datasets_in_parallel(
 def _draw_datasets_one_by_one(
     weights: np.ndarray, time: int, start: np.ndarray, steps: int
 ) -> tuple[list[int], list[float]]:
-    """Make `steps` draws by Megatron's rule in one lane, in plain Python, which is faster for one. Returns the datasets
-    drawn and the counts afterwards.
-    """
+    """Make `steps` draws by Megatron's rule in one lane; Python is faster for one. Returns datasets and counts."""
     shares, counts, choices = weights.tolist(), start.tolist(), []
     for now in range(time, time + steps):
         weight = float(max(now, 1))

@@ -94,9 +94,7 @@ class ConversationEncoder:
         return [self._join_segments(conversation, encoded) for conversation in conversations]
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of a conversation up to where the next answer begins. `DataError` if the template rejects it,
-        `ValueError` if its text cannot be encoded.
-        """
+        """Return the ids of a conversation, up to its next answer. `DataError` from the template, else `ValueError`."""
         (encoded,) = self.encode_conversations([self.template.render_prompt_segments(messages)])
         return (~encoded).tolist()  # nothing of it is learnt
 
@@ -137,9 +135,7 @@ class ConversationEncoder:
 
 
 def parse_conversations(line: bytes) -> list[tuple[list[Message], Any]]:
-    """Parse a JSONL line into (messages, tools) per conversation; an empty list for a blank line. `DataError` if it is
-    invalid.
-    """
+    """Parse a JSONL line into (messages, tools) per conversation; [] for a blank line. `DataError` if it is invalid."""
     if not line.strip():
         return []
     try:

@@ -44,9 +44,7 @@ class SplitBlend:
 
 
 def parse_blend(words: Sequence[str], flag: str) -> DatasetBlendSpec:
-    """Parse prefixes, or alternating weights and prefixes; weights are normalized. `ConfigError`, which names `flag`,
-    if invalid.
-    """
+    """Parse prefixes, or weights (then normalized) and prefixes. `ConfigError`, which names `flag`, if invalid."""
     if not words:
         raise ConfigError(f"{flag} names no dataset")
     weights = [weight for word in words[::2] if (weight := _float_or_none(word)) is not None]
@@ -80,9 +78,7 @@ def normalize_weights(weights: Sequence[float]) -> tuple[float, ...]:
 
 
 def parse_split(text: str) -> list[Share | None]:
-    """Parse --split, such as "969, 30, 1", to the fractions [first, last) of training, validation and test; None where
-    empty. `ConfigError` if invalid.
-    """
+    """Parse --split, such as "969, 30, 1", to [first, last) of each split; None: empty. `ConfigError` if invalid."""
     try:
         numbers = [float(number) for number in re.findall(r"[.0-9]+", text)]
     except ValueError:
@@ -94,9 +90,7 @@ def parse_split(text: str) -> list[Share | None]:
 
 
 def plan_data_splits(config: DataConfig) -> list[SplitBlend | None]:
-    """Return what training, validation and test data consist of; None for a split without data. `ConfigError` if the
-    settings contradict each other.
-    """
+    """Return what each split consists of; None: without data. `ConfigError` if settings contradict each other."""
     paths = (config.train_data_path, config.valid_data_path, config.test_data_path)
     source = _data_source_flag(config, any(paths))
     blend = _shared_blend(config, source)
@@ -157,9 +151,7 @@ def _expand_energon_blend(
 
 
 def _flatten_blend_weights(given: Sequence[tuple[DatasetBlendSpec, float | None]], source: str) -> list[float] | None:
-    """Return the product of outer and inner weights for each part of nested blends; None if no blend has weights.
-    `ConfigError` if parts with and without weights are mixed.
-    """
+    """Return outer times inner weight of each part; None if there are none. `ConfigError` where some lack a weight."""
     if all(inner.weights is None and weight is None for inner, weight in given):
         return None
     if len(given) == 1 and given[0][1] is None:
@@ -176,9 +168,7 @@ def _flatten_blend_weights(given: Sequence[tuple[DatasetBlendSpec, float | None]
 
 
 def _data_source_flag(config: DataConfig, per_split: bool) -> str:
-    """Return the one flag that says where the data comes from; `ConfigError` for none or several. per_split: whether
-    --train-data-path or its siblings are given.
-    """
+    """Return the flag that says where data comes from; `ConfigError` if not one. per_split: each split has paths."""
     given = {
         "--mock-data": config.mock_data,
         "--data-path": config.data_path,

@@ -104,9 +104,7 @@ class EnergonSplitPart:
         return _read_energon_meta_file(self.folder, "dataset")
 
     def select_subset(self, subset: Any, where: str) -> EnergonSplitPart:
-        """Return the part limited to `subset`: a mapping such as {range: [25%, 75%]} or {range: [100, end]}.
-        `DataError`, named by `where`, if that is no valid range.
-        """
+        """Return the part limited to {range: [25%, 75%]} or [100, end]. `DataError`, with `where`, if invalid."""
         total = sum(count for _, count in self.shard_sample_counts)
         first, last = self.start, total if self.stop is None else self.stop
         ends = subset.get("range") if isinstance(subset, Mapping) else None
@@ -182,9 +180,7 @@ def _resolve_dataset_node(
 
 
 def _read_metadataset(path: str, part: str, depth: int) -> DatasetBlendSpec | None:
-    """Return the parts that a Metadataset (or V2) YAML file gives to `part`. None if it lacks that split and is not
-    nested.
-    """
+    """Return what a Metadataset (or V2) YAML file gives to `part`. None if it lacks that split and is not nested."""
     content = _load_yaml_or_json(path)
     splits = content.get("splits")
     if not isinstance(splits, Mapping):

@@ -66,9 +66,7 @@ class FillInTheMiddle:
         return _map_ids_between_separators(ids, self.marks.eod, lambda part: self._rearrange_document(part, random))
 
     def _rearrange_document(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
-        """Return a document rearranged, with probability `rate`; if it has `split` tokens, each fragment with
-        `fragment_rate`.
-        """
+        """Return a document rearranged by probability `rate`; with `split` tokens, its fragments by `fragment_rate`."""
         if random.random() >= self.rate:
             return ids
         split = self.marks.split

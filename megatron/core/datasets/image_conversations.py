@@ -168,9 +168,7 @@ def json_row_source(path: str, folder: str) -> ConversationRowSource:
 def open_image_conversations(
     source: ConversationRowSource, writer: ImageConversationEncoder, options: ImageOptions, cache: IndexCacheFolder
 ) -> ImageConversationTokenSource:
-    """Tokenize the conversations of some rows, or map their cached ids. `DataError` names rows that are no
-    conversations.
-    """
+    """Tokenize conversations, or map their cached ids. `DataError` names rows that are no conversations."""
     description = {
         **writer.fingerprint_fields,
         **source.identity,
@@ -343,9 +341,7 @@ def _replace_image_tags(role: str, text: str, *, plain: bool) -> str:
 
 
 def _parse_turn(turn: Any, place: int) -> tuple[str, str]:
-    """Return role and text of a turn, in LLaVA's or OpenAI's format. `DataError` if it is invalid. place: its number,
-    from 1.
-    """
+    """Return role and text of turn number `place`, in LLaVA's or OpenAI's format. `DataError` if it is invalid."""
     if not isinstance(turn, Mapping):
         raise DataError(f"turn {place} is no object")
     role, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))

@@ -121,9 +121,7 @@ def _open_image_header(content: bytes, options: ImageOptions) -> Image.Image:
 
 
 def decode_image(content: bytes, options: ImageOptions) -> Image.Image:
-    """Decode an image, rotated as EXIF says, to RGB (or grey for one channel). `ImageError` if it is damaged or too
-    large.
-    """
+    """Decode an image, rotated as EXIF says, to RGB (one channel: grey). `ImageError` if it is damaged or too large."""
     image = _open_image_header(content, options)
     try:
         image.load()
@@ -191,9 +189,7 @@ def _longer_side_grid(width: int, height: int, options: ImageOptions) -> tuple[i
 
 
 def _size_for_longer_side_grid(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
-    """Return the (width, height) to which an image is resized: the longer side is `whole_side` tiles, the shorter is
-    even.
-    """
+    """Return the (width, height) to resize an image to: the longer side `whole_side` tiles, the shorter even."""
     longest, ratio = options.whole_side * options.width, width / height
     if width >= height:
         shorter = int(longest / ratio)

@@ -115,9 +115,7 @@ def _shuffle_index_dtype(samples: int) -> type:
 
 
 def _document_index(count: int, plan: EpochAndSampleCounts, first: int, random: np.random.RandomState) -> np.ndarray:
-    """Return the sequence numbers of all epochs in shuffled order, int32 [epochs * count]; the last epoch is shuffled
-    apart if the plan says so.
-    """
+    """Return the shuffled sequence numbers of all epochs, the last apart if so planned. int32 [epochs * count]"""
     together = plan.epochs - 1 if plan.separates_last_epoch else plan.epochs
     ids = np.arange(first, first + count, dtype=np.int32)
     index = np.tile(ids, plan.epochs)
@@ -278,9 +276,7 @@ class _IndexCacheEntry:
             return None
 
     def _array_descriptions(self) -> dict[str, Any] | None:
-        """Return shape and checksum of each array, from the description file; None if there is none. `ValueError` if it
-        describes something else.
-        """
+        """Return each array's shape and checksum; None without a description file. `ValueError` if it is another's."""
         path = self.path("description.txt")
         if not path.is_file():
             return None
@@ -290,9 +286,7 @@ class _IndexCacheEntry:
         return json.loads(message)
 
     def _map_array(self, key: str, *, shape: Sequence[int], checksum: str) -> np.ndarray:
-        """Memory-map one array. `ValueError` if header, size, shape or (up to CHECKED_BYTES) checksum is not as
-        expected.
-        """
+        """Memory-map one array. `ValueError` if size, shape, type or (up to CHECKED_BYTES) checksum is another."""
         path = self.path(f"{key}.npy")
         mapped = np.load(path, mmap_mode="r")
         whole = path.stat().st_size == mapped.offset + mapped.nbytes and mapped.flags.c_contiguous

@@ -237,9 +237,7 @@ class IndexedDataset:
         return np.frombuffer(self._reader.read(start, length * self.dtype.itemsize), self.dtype)
 
     def _sequence_location(self, sequence: int) -> tuple[int, int]:
-        """Return (first byte, number of tokens) of a sequence. `DataError` if it does not end where the next one
-        begins.
-        """
+        """Return (first byte, number of tokens) of a sequence. `DataError` if it does not end where the next begins."""
         start, tokens = self._offsets.item(sequence), self.sequence_lengths.item(sequence)
         last = sequence + 1 == len(self._offsets)
         end = self.num_bytes if last else self._offsets.item(sequence + 1)
@@ -319,9 +317,7 @@ class BuilderResumePoint:
 
 
 def _open_new_or_truncated(path: str, keep: int | None) -> IO[bytes]:
-    """Open a new file for writing; with `keep`, the existing file, truncated to that many bytes. `DataError` if it is
-    shorter.
-    """
+    """Open a new file for writing; or with `keep` an old one, cut to that many bytes. `DataError` if it is shorter."""
     if keep is None:
         return open(path, "wb", buffering=2**20)
     if not os.path.exists(path) or os.path.getsize(path) < keep:
@@ -451,9 +447,7 @@ class IndexedDatasetBuilder:
         self.num_tokens += len(ids)
 
     def _check_ids_fit_dtype(self, ids: np.ndarray) -> None:
-        """Raise `DataError` for ids that are no integers or out of the dtype's range; any number may go to a float
-        dtype.
-        """
+        """Raise `DataError` for ids that are no integers or out of range; to a float dtype any number may go."""
         if len(ids) == 0 or self.dtype.kind == "f":
             return
         if ids.dtype.kind not in "iu":
@@ -487,9 +481,7 @@ class IndexedDatasetBuilder:
         self._append_document_ends(other.document_indices[1:], len(other))
 
     def sync_to_resume_point(self) -> BuilderResumePoint:
-        """Fsync everything written and return how much that is, from where a later builder can go on. Call between
-        documents.
-        """
+        """Fsync everything written; return how much it is, from where to go on later. Call between documents."""
         self._assert_between_documents()
         for file in self._files:
             fsync_file(file)

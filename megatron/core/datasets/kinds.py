@@ -77,9 +77,7 @@ class GPTDatasetKind:
 
 
 def gpt_dataset_kind(config: DataConfig, *, sequence_length: int, seed: int, tokenizer: Tokenizer) -> DatasetKind:
-    """Return the dataset kind that a GPT is trained on: token windows, with fill-in-the-middle or not, or conversations
-    (--sft).
-    """
+    """Return the dataset kind of a GPT: token windows, with or without fill-in-the-middle, or conversations (--sft)."""
     if config.chat.sft:
         return chat_dataset_kind(config, sequence_length=sequence_length, seed=seed, tokenizer=tokenizer)
     pad, rearrange = maskable_pad_id(tokenizer, config.allow_ambiguous_pad_tokens), None
@@ -99,9 +97,7 @@ def gpt_dataset_kind(config: DataConfig, *, sequence_length: int, seed: int, tok
 
 
 def maskable_pad_id(tokenizer: Tokenizer, ambiguous: bool) -> int:
-    """Return the padding id whose loss is masked, or `NO_PAD` if the tokenizer has none, or if it is also a special id
-    and `ambiguous` is false.
-    """
+    """Return the id of padding without loss; `NO_PAD` if there is none, or it is a special id and not `ambiguous`."""
     if tokenizer.pad is None or (tokenizer.pad in tokenizer.special_ids and not ambiguous):
         return NO_PAD
     return tokenizer.pad
@@ -149,9 +145,7 @@ class SentenceDatasetKind:
 
 
 def bert_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
-    """Return the dataset kind that a BERT is trained on, as the settings say. `ConfigError` if the tokenizer lacks a
-    special token.
-    """
+    """Return the dataset kind of a BERT. `ConfigError` if the tokenizer lacks a special token."""
     masking, pairs = run.data.masking, run.model.bert_binary_head
     cls, sep, mask, pad = _require_special_token_ids(
         tokenizer, "BERT", cls="[CLS]", sep="[SEP]", mask="[MASK]", pad="padding"
@@ -171,9 +165,7 @@ def bert_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
 
 
 def t5_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
-    """Return the dataset kind that a T5 is trained on, as the settings say. `ConfigError` if the tokenizer lacks a
-    special token.
-    """
+    """Return the dataset kind of a T5. `ConfigError` if the tokenizer lacks a special token."""
     masking = run.data.masking
     bos, eos, pad = _require_special_token_ids(tokenizer, "T5", bos="begin of text", eos="end of text", pad="padding")
     sentinels = tokenizer.additional_special_tokens_ids

@@ -80,9 +80,7 @@ class DamagedImages:
         self._lock = threading.Lock()
 
     def add(self, name: str, reason: str) -> None:
-        """Note a damaged image. `DataError` if its folder, or that of its tar, is gone, or if it is the
-        `MOST_IN_A_ROW`th damaged image in a row.
-        """
+        """Note a damaged image. `DataError` if its folder is gone, or for the `MOST_IN_A_ROW`th of them in a row."""
         with self._lock:
             self._in_a_row += 1
             if name not in self.names:
@@ -198,9 +196,7 @@ class ImageChatDataset:
         return self.chat.samples_with_document(document)
 
     def _images_within_slots(self, conversation: int, slots: int) -> tuple[list[tuple[str, int]], int]:
-        """Return (path, tiles) of the images of a conversation that fit in `slots` slots, and the sum of their tiles;
-        later images were cut off with the text.
-        """
+        """Return (path, tiles) of a conversation's images within its first `slots` slots, and the sum of the tiles."""
         result, tiles_seen = [], 0
         for name, count in self.source.image_paths_and_tile_counts(conversation):
             if tiles_seen * self.rows >= slots:  # what comes behind was cut off

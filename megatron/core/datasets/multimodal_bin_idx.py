@@ -29,9 +29,7 @@ def is_bin_idx_pair(prefix: str) -> bool:
 
 
 def image_bytes_to_int32(content: bytes) -> np.ndarray:
-    """Encode the bytes of an image file as a sequence of a pair: the number of zeros added, then the bytes. int32 [1 +
-    bytes / 4]
-    """
+    """Encode an image file's bytes as a sequence: the number of zeros added, then the bytes. int32 [1 + bytes / 4]"""
     padding = -len(content) % 4
     return np.concatenate([np.array([padding], "<i4"), np.frombuffer(content + bytes(padding), "<i4")])
 

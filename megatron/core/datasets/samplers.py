@@ -83,9 +83,7 @@ def _torch_permutation(size: int, seed: int) -> np.ndarray:
 def single_pass_sampler(
     num_samples: int, *, micro_batch_size: int, rank: int, num_ranks: int, blocks: int
 ) -> Iterator[list[int]]:
-    """Yield this rank's sample numbers of each of `blocks` microbatches, every sample once; `FILL` when the data has
-    ended.
-    """
+    """Yield this rank's numbers of each of `blocks` microbatches, every sample once; `FILL` when the data has ended."""
     block = micro_batch_size * num_ranks
     assert blocks * block >= num_samples, f"{blocks} blocks of {block} hold {num_samples} samples"
     for start in range(rank * micro_batch_size, blocks * block, block):
@@ -108,9 +106,7 @@ def collate(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def microbatch_digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """Return 16 hex digits that identify a microbatch: a hash of every key, dtype, shape and content. arrays:
-    any shape.
-    """
+    """Return 16 hex digits of a microbatch: a hash of every key, dtype, shape and content. arrays: any shape."""
     content = hashlib.blake2b(digest_size=8)
     for key in sorted(arrays):
         array = np.ascontiguousarray(arrays[key])

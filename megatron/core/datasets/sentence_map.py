@@ -112,9 +112,7 @@ class SentenceMap:
         return first, last, target
 
     def token_ids(self, first: int, last: int) -> list[int]:
-        """Return the token ids of sentences [first, last), concatenated. `DataError` if the index does not fit the
-        data.
-        """
+        """Return the ids of sentences [first, last) end to end. `DataError` if the index does not fit the data."""
         try:
             return [token for sentence in range(first, last) for token in self.source.get(sentence).tolist()]
         except (IndexError, ValueError) as error:
@@ -124,9 +122,7 @@ class SentenceMap:
             ) from error
 
     def token_spans(self, first: int, last: int, low: int, high: int, start: int) -> list[TokenSpan]:
-        """Return which sentences tokens [low, high) of sentences [first, last) came from, when placed from position
-        `start` on.
-        """
+        """Return the sentences of tokens [low, high) of sentences [first, last), placed from position `start` on."""
         result, at = [], 0
         for sentence in range(first, last):
             length = int(self.source.sequence_lengths[sentence])
@@ -193,9 +189,7 @@ def _append_sentence_map_rows(
     targets: Iterator[int],
     rows: tuple[array, array, array],
 ) -> None:
-    """Append the sample rows of some documents to `rows` (begins, ends, targets): each sample takes the fewest
-    sentences that reach its target.
-    """
+    """Append the rows (begin, end, target) of some documents: each has the fewest sentences that reach its target."""
     low, high = int(firsts[0]), int(lasts[-1])
     before = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[low:high], dtype=np.int64)]).tolist()
     begins, ends, requested = rows
@@ -213,9 +207,7 @@ def _append_sentence_map_rows(
 
 
 def _random_sample_lengths(options: SentenceMapOptions) -> Iterator[int]:
-    """Yield target lengths endlessly: `max_length`, or with probability `short_seq_prob` a shorter one, drawn by
-    mt19937.
-    """
+    """Yield target lengths endlessly: `max_length`, or by `short_seq_prob` a shorter one, drawn by mt19937."""
     longest = options.max_length
     if options.short_seq_prob == 0:
         while True:

@@ -13,9 +13,7 @@ IMAGE = "<image>"  # what stands for an image in a text
 
 
 def token_ids_by_name(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
-    """Return the id of each of these names that is one token of the vocabulary; other names are missing from the
-    result.
-    """
+    """Return the id of each of these names that is one token of the vocabulary; other names are left out."""
     requested = set(names)
     result: dict[str, int] = {}
     for token in range(tokenizer.vocab_size if requested else 0):
@@ -29,9 +27,7 @@ def token_ids_by_name(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, i
 
 
 def count_ids_around_text(tokenizer: Tokenizer) -> tuple[int, int]:
-    """Return how many ids (such as BOS and EOS) `tokenize` puts (before, after) every text. `ConfigError` if that is
-    unclear.
-    """
+    """Return how many ids (BOS, EOS) `tokenize` puts (before, after) every text. `ConfigError` if that is unclear."""
     empty, letter = tokenizer.tokenize(""), tokenizer.tokenize("1")
     for before in range(len(empty) + 1):
         after = len(empty) - before

@@ -106,9 +106,7 @@ class T5Dataset(SentenceMap):
         return self.token_spans(first, last, 0, target, 0)
 
     def _fitting_spans(self, spans: list[list[int]]) -> list[list[int]]:
-        """Return the spans that get a sentinel and fit in the decoder, chosen in the order given, then sorted by
-        position.
-        """
+        """Return the spans, in order of position, that get a sentinel and fit in the decoder; earlier ones first."""
         room = self.options.decoder_length - 1
         result: list[list[int]] = []
         for span in spans:

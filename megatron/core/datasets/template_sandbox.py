@@ -89,9 +89,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return self.from_string(counted.set_environment(self))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Evaluate `left operator right` (+, * or **). `RenderLimitError` if a power of integers, or a text or list,
-        would be too large.
-        """
+        """Evaluate `left operator right` (+, *, **). `RenderLimitError` if a power, text or list would be too large."""
         sizes = [
             len(value) if hasattr(value, "__len__") else value if isinstance(value, int) else 0
             for value in (left, right)

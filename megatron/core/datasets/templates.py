@@ -140,18 +140,14 @@ class ChatTemplate:
         )
 
     def render_segments(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
-        """Render a conversation to segments: token names (marks), answers and the rest. `DataError` if the template
-        rejects it.
-        """
+        """Render a conversation to segments: token names (marks), answers, the rest. `DataError` if it is rejected."""
         whole = self._render(messages, tools, False)
         return self._split_into_segments(
             whole, () if self._tells_answers else self._answer_spans(messages, tools, whole)
         )
 
     def render_prompt_segments(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
-        """Render a conversation with the generation prompt for the next answer, as segments. `DataError` as in
-        `render_segments`.
-        """
+        """Render a conversation with the next answer's generation prompt. `DataError` as in `render_segments`."""
         return self._split_into_segments(self._render(messages, tools, True), answers=())
 
     def _answer_spans(self, messages: Sequence[Message], tools: Any, whole: str) -> list[tuple[int, int]]:
@@ -174,9 +170,7 @@ class ChatTemplate:
         return result
 
     def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
-        """Render to text that still holds the control characters. `DataError` if the template fails,
-        `TemplateLimitError` at a limit.
-        """
+        """Render to text with the control characters. `DataError` if that fails, `TemplateLimitError` at a limit."""
         guarded = [_map_strings(message, self._escape_marks) for message in messages]
         try:
             with render_limits():

@@ -103,9 +103,7 @@ def read_energon_rows(part: EnergonSplitPart) -> Iterator[dict[str, Any] | str]:
 
 
 def energon_fingerprint_fields(part: EnergonSplitPart) -> dict[str, Any]:
-    """Return what the rows of a part depend on: its text form, dataset.yaml, excluded samples, and size and time of its
-    tars.
-    """
+    """Return what the rows depend on: the part's text form, dataset.yaml, excluded samples, size and time of tars."""
     states = {shard: os.stat(os.path.join(part.folder, shard)) for shard, _ in part.shard_sample_counts}
     return {
         "part": part.as_data_path,
@@ -174,9 +172,7 @@ def _convert_sample(
     convert: Callable[[_SampleFieldReader, Fields], dict[str, Any]],
     partners: Sequence[tuple[_JoinedFieldSource, TarSample]],
 ) -> dict[str, Any] | str:
-    """Convert a sample, with the fields of its partners, to a row of LLaVA's JSON, or to a text saying what is wrong
-    with it.
-    """
+    """Convert a sample, with its partners' fields, to a row of LLaVA's JSON, or a text saying what is wrong with it."""
     try:
         more: dict[str, Any] = {}
         for other, partner in partners:
@@ -331,9 +327,7 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], Callable[[Fields], dict[str, Any]]]]
 
 
 def _llava_row_without_field_map(access: _SampleFieldReader, more: Fields) -> dict[str, Any]:
-    """Return a LLaVA row of a sample without a field map: the turns in its JSON, or its text as the caption.
-    `DataError` if it has neither.
-    """
+    """Return a LLaVA row of the turns in a sample's JSON, or its text as the caption. `DataError` if it has neither."""
     images = access.image_names()
     for name in access.sample.members:
         value = access.read_member(name) if name.rpartition(".")[2] in (*_TEXTS, "json") else None
@@ -346,9 +340,7 @@ def _llava_row_without_field_map(access: _SampleFieldReader, more: Fields) -> di
 
 
 def _read_yaml_field_map(part: EnergonSplitPart) -> dict[str, str]:
-    """Return field -> path from dataset.yaml's field_map. `DataError` if it names a sample_loader, code that is not
-    run.
-    """
+    """Return field -> path from dataset.yaml's field_map. `DataError` if it names a sample_loader, which is not run."""
     content = part.dataset_yaml_content
     if content.get("sample_loader"):
         raise DataError(

@@ -68,9 +68,7 @@ class Tokenizer(Protocol):
         """
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; bytes that are not complete characters become U+FFFD. Ids without a token are
-        skipped.
-        """
+        """Return the text of ids; incomplete characters become U+FFFD, ids without a token are skipped."""
 
     def id_to_token(self, token: int) -> str:
         """Return how the vocabulary file writes an id."""
@@ -114,9 +112,7 @@ def flatten_ids(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]
 def add_prefix_and_suffix_ids(
     prefix: Sequence[int], ids: np.ndarray, lengths: np.ndarray, suffix: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Insert `prefix` and `suffix` ids around each text of flat ids [t] with lengths [n]. Returns the new ids and
-    lengths.
-    """
+    """Insert `prefix` and `suffix` around each text of flat ids [t] with lengths [n]. Returns new ids and lengths."""
     if not prefix and not suffix:
         return ids, lengths
     ends = np.cumsum(lengths)

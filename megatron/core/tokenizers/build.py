@@ -250,9 +250,7 @@ def drop_unused_settings(config: TokenizerConfig) -> TokenizerConfig:
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Build the tokenizer that the settings describe; raises `ConfigError` if they name none, or contain unused
-    settings.
-    """
+    """Build the tokenizer that the settings describe; `ConfigError` if they name none, or contain unused settings."""
     raise_config_error_if(
         [
             *tokenizer_flag_problems(config),
@@ -279,9 +277,7 @@ def missing_tokenizer_files(config: TokenizerConfig) -> list[str]:
 
 
 def expected_vocab_size(config: TokenizerConfig) -> tuple[int, str]:
-    """Return (number of ids, a note on why it may be wrong, else ""): from the tokenizer's files, or, if these are
-    missing or invalid, as the flags say.
-    """
+    """Return (number of ids, note): from the tokenizer's files; if that fails, as flags say, with a note on why."""
     if absent := missing_tokenizer_files(config):
         return config.vocab_size_without_tokenizer, f"{', '.join(absent)}: not here"
     files = [file for file in (config.vocab_file, config.merge_file, config.tokenizer_model) if file is not None]

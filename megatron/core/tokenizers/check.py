@@ -15,9 +15,7 @@ SHOWN = 5
 
 @dataclass(slots=True)
 class TokenizerFindings:
-    """Results of the checks. wrong: problems that will break a run or its data. notes: intended behaviour that may
-    surprise.
-    """
+    """Results of the checks. wrong: what will break a run or its data. notes: intended behaviour that may surprise."""
 
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -86,9 +86,7 @@ def rust_panics_as_errors() -> Iterator[None]:
 
 
 def num_usable_processors() -> int:
-    """Return the number of processors that this process may use; 1 inside a worker process, whose siblings use the
-    others.
-    """
+    """Return the number of processors this process may use; 1 in a worker process, whose siblings use the others."""
     if multiprocessing.parent_process() is not None:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

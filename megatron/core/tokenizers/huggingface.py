@@ -117,9 +117,7 @@ class HuggingFaceTokenizer(TokenizerAttributeDefaults):
 
     @property
     def unique_identifiers(self) -> dict[str, str | int]:
-        """The hash of the tokens of a byte-level BPE, or of the tokenizer.json of another kind; and the tokens added
-        around a text.
-        """
+        """The hash of a byte-level BPE's tokens, else of the tokenizer.json; and the tokens added around a text."""
         frame = (
             {"before": json.dumps(self._prefix), "after": json.dumps(self._suffix)}
             if self._prefix or self._suffix
@@ -292,9 +290,7 @@ def _is_plain_bpe(parsed: Mapping[str, Any]) -> bool:
 
 
 def _split_pattern(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
-    """Return the splitting pattern, in `MergeRanks` notation, of a pre-tokenizer that splits by one expression; else
-    None.
-    """
+    """Return the splitting pattern, as in `MergeRanks`, of a pre-tokenizer that splits by one expression; else None."""
     steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
     last = steps[-1]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(steps) > 2:

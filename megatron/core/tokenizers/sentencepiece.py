@@ -32,9 +32,7 @@ ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
 class SentencePieceTokenizer(TokenizerAttributeDefaults):
-    """A SentencePiece tokenizer. kind: `bare`, `begun` (with <s> before each text) or `named` (with named special
-    tokens).
-    """
+    """A SentencePiece tokenizer. kind: `bare`, `begun` (<s> before a text) or `named` (with named special tokens)."""
 
     engine = "text is encoded by sentencepiece: it defines the ids"
     _tokens: list[str]

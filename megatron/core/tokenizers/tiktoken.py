@@ -99,9 +99,7 @@ def _default_split_pattern(model: str | Path) -> str:
 def _parse_json_merge_ranks(
     model: str | Path, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None
 ) -> Layout:
-    """Read a rank file in Megatron's JSON format: return the bytes of each rank, the id of each, and special tokens by
-    name.
-    """
+    """Read Megatron's JSON rank file: return the bytes of each rank, the id of each, and special tokens by name."""
     content = read_flag_file_json(model, FLAG)
     keys = {"rank", "token_bytes"}
     if not isinstance(content, list) or not all(isinstance(row, dict) and keys <= row.keys() for row in content):
@@ -166,9 +164,7 @@ def _read_plain_ranks(model: str | Path) -> list[tuple[int, bytes]]:
 
 
 def _decode_base64_tokens(rows: Sequence[tuple[Any, object]], model: str | Path) -> list[bytes]:
-    """Decode (base64, rank) rows, in the order of rank, to bytes. `ConfigError` for gaps, duplicates or a missing
-    single byte.
-    """
+    """Decode (base64, rank) rows, in order, to bytes. `ConfigError` for gaps, duplicates or a missing single byte."""
     tokens = []
     for place, (text, rank) in enumerate(rows):
         try:

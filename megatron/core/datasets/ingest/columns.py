@@ -71,9 +71,7 @@ def read_table_chunks(
 def _parquet_batches(
     source: InputFile, file: pyarrow.NativeFile, keys: Sequence[str], first: int
 ) -> Iterator[tuple[pyarrow.RecordBatch, int, int]]:
-    """Yield (batch, number of its first row, bytes of the file before its end), from the row group that holds row
-    `first` on.
-    """
+    """Yield (batch, number of its first row, bytes before its end), from the row group that holds row `first` on."""
     from pyarrow import parquet
 
     table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES)

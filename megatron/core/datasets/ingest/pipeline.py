@@ -112,9 +112,7 @@ def preprocess(order: PreprocessOptions, start: Start, report: Report) -> Prepro
 
 
 def measure_preprocess_throughput(order: PreprocessOptions, max_documents: int) -> tuple[int, float]:
-    """Return (documents, seconds) of reading and encoding about the first `max_documents` documents; nothing is
-    written.
-    """
+    """Return (documents, seconds) of reading and encoding about the first `max_documents`; nothing is written."""
     documents, began = 0, time.perf_counter()
     chunks = _limit_records(
         read_input_chunks(spans_of_corpus_shard(order.sources, order.shard), order.job.keys, InputPosition()),
@@ -153,9 +151,7 @@ def _command_fingerprint_fields(order: PreprocessOptions, mark: Fingerprint) -> 
 def _open_builders(
     order: PreprocessOptions, mark: Fingerprint, dtype: np.dtype, marks: Sequence[BuilderResumePoint] | None
 ) -> Iterator[list[IndexedDatasetBuilder]]:
-    """Open a dataset builder for each key. If the block raises, keep what was written if a journal exists, else remove
-    it.
-    """
+    """Open a builder for each key. If the block raises, keep what was written if there is a journal, else remove it."""
     builders: list[IndexedDatasetBuilder] = []
     try:
         for number, pair in enumerate(order.pair_prefixes):
