@@ -42,6 +42,7 @@ def wanted_samples(tokens: int, length: int, epochs: int) -> int | None:
 
 def build_ours(prefix: str, cache: str, length: int, tokens: int, epochs: int) -> Callable[[], list]:
     """A function that opens and indexes a pair, and returns the three arrays."""
+    from megatron.core.datasets.dataset_protocols import SplitRequest
     from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
     from megatron.core.datasets.index_map import IndexCacheFolder
     from megatron.core.datasets.indexed import IndexedDataset
@@ -51,11 +52,10 @@ def build_ours(prefix: str, cache: str, length: int, tokens: int, epochs: int) -
         data = GPTDataset(
             source,
             GPTSampleOptions(length, 50257, 50256),
-            sequences=range(len(source)),
+            SplitRequest(
+                range(len(source)), wanted_samples(tokens, length, epochs), "train", IndexCacheFolder(Path(cache))
+            ),
             seed=SEED,
-            split="train",
-            num_samples=wanted_samples(tokens, length, epochs),
-            cache=IndexCacheFolder(Path(cache)),
         )
         return [data.document_index, data.sample_index, data.shuffle_index]
 

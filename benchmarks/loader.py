@@ -30,6 +30,7 @@ VOCABULARY, SEED, BATCH = 50257, 1234, 4
 
 def ours(prefix: str, length: int, mmap: bool = True) -> tuple[int, Callable]:
     """(samples, read a micro batch)"""
+    from megatron.core.datasets.dataset_protocols import SplitRequest
     from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
     from megatron.core.datasets.indexed import IndexedDataset
     from megatron.core.datasets.samplers import collate
@@ -38,10 +39,8 @@ def ours(prefix: str, length: int, mmap: bool = True) -> tuple[int, Callable]:
     data = GPTDataset(
         source,
         GPTSampleOptions(length, VOCABULARY, VOCABULARY - 1),
-        sequences=range(len(source)),
-        num_samples=None,
+        SplitRequest(range(len(source)), None, "train"),
         seed=SEED,
-        split="train",
     )
     return len(data), lambda numbers: collate([data[number] for number in numbers])
 

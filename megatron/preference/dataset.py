@@ -20,10 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
-from megatron.core.datasets.index_map import IndexCacheFolder
+from megatron.core.datasets.dataset_protocols import Sample, SplitRequest, TokenSpan
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.packing import plan_sequence_packs
+from megatron.core.datasets.packing import plan_sequence_packs, shuffle_epochs
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.preference.rows import LabeledAnswer, PreferencePair, PreferenceRowParser, Row, parse_preference_rows
 from megatron.preference.settings import PreferenceConfig, Task
@@ -93,10 +92,7 @@ class PreferenceDataset:
         self._planned = fitting[order]
         self._packs = np.concatenate([[0], np.flatnonzero(last) + 1 if packing else np.arange(1, len(order) + 1)])
         packs = len(self._packs) - 1
-        epochs = max(1, -(-(num_samples or 0) // packs))
-        self._order = np.concatenate(
-            [np.random.default_rng((seed, epoch, packs)).permutation(packs) for epoch in range(epochs)]
-        )
+        self._order = shuffle_epochs(packs, num_samples, seed)
         self.tokens_per_epoch, self.samples_per_epoch = int(sizes[fitting].sum()), float(packs)
         self.description = {
             "class": type(self).__name__,
@@ -280,17 +276,15 @@ class PreferenceDatasetKind:
         """Whether there is a row."""
         return len(part) > 0
 
-    def build_one_split(
-        self, source: PreferenceRowSource, part: range, *, num_samples: int | None, split: str, cache: IndexCacheFolder
-    ) -> PreferenceDataset:
+    def build_one_split(self, source: PreferenceRowSource, request: SplitRequest) -> PreferenceDataset:
         """Samples of these rows."""
         return PreferenceDataset(
             source,
-            part,
+            request.part,
             length=self.sequence_length,
-            num_samples=num_samples,
+            num_samples=request.num_samples,
             seed=self.seed,
-            split=split,
+            split=request.name,
             task=self.config.finetune_task,
             packing=self.config.finetune_packing,
         )

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.bert import BERTDataset, BERTSampleOptions
+from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.masking import TokenMaskingOptions
 from megatron.core.datasets.samplers import collate
 from megatron.core.datasets.t5 import T5Dataset, T5SampleOptions
@@ -88,12 +89,7 @@ def test_a_tiny_bert_finds_hidden_letters_far_more_often_than_the_commonest_lett
         32, 0.1, TokenMaskingOptions(0.15, max_ngram=1), "sentence-order", np.zeros(vocab_size, bool), 1, 2, 3, 0
     )
     data = BERTDataset(
-        Sentences(documents),
-        options,
-        documents=range(len(documents)),
-        num_samples=HELD_BACK + steps * BATCH,
-        seed=1,
-        split="train",
+        Sentences(documents), options, SplitRequest(range(len(documents)), HELD_BACK + steps * BATCH, "train"), seed=1
     )
     trainer, unseen = trained(
         data, vocab_size, steps, architecture="bert", position_embedding_type="rope", lr=4e-3, min_lr=4e-4
@@ -122,12 +118,7 @@ def test_a_tiny_t5_writes_spans_that_can_be_copied() -> None:
         20, decoder, 0.0, TokenMaskingOptions(0.15, max_ngram=2), np.zeros(vocab_size, bool), sentinels, 4, 5, 0
     )
     data = T5Dataset(
-        Sentences(documents),
-        options,
-        documents=range(len(documents)),
-        num_samples=HELD_BACK + steps * BATCH,
-        seed=1,
-        split="train",
+        Sentences(documents), options, SplitRequest(range(len(documents)), HELD_BACK + steps * BATCH, "train"), seed=1
     )
     trainer, unseen = trained(
         data,

@@ -16,9 +16,8 @@ from typing import Literal
 
 import numpy as np
 
-from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
+from megatron.core.datasets.dataset_protocols import Sample, SplitRequest, TokenSpan
 from megatron.core.datasets.gpt import TokenSource, check_ids_in_vocab
-from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.masking import TokenMaskingOptions, group_positions_by_word, mask_tokens
 from megatron.core.datasets.sentence_map import SentenceMap, SentenceMapOptions
 
@@ -47,24 +46,14 @@ class BERTSampleOptions:
 class BERTDataset(SentenceMap):
     """One split of one token source, as shuffled samples.
 
-    documents: the split's range. num_samples: how many will be drawn; None: one epoch. A sample holds text, types, labels,
+    request: its part is a range of documents. A sample holds text, types, labels,
     loss_mask, padding_mask (0 where [PAD] stands; all int64 [L]), is_random and truncated (int64 scalars).
     """
 
-    def __init__(
-        self,
-        source: TokenSource,
-        options: BERTSampleOptions,
-        *,
-        documents: range,
-        num_samples: int | None,
-        seed: int,
-        split: str,
-        cache: IndexCacheFolder = IndexCacheFolder(None),
-    ) -> None:
+    def __init__(self, source: TokenSource, options: BERTSampleOptions, request: SplitRequest, *, seed: int) -> None:
         # [CLS] and two [SEP] are not the sentences'.
         rows = SentenceMapOptions(options.sequence_length - 3, options.short_seq_prob, 2 if options.pairs else 1, seed)
-        super().__init__(source, rows, documents=documents, num_samples=num_samples, split=split, cache=cache)
+        super().__init__(source, rows, request)
         self.options, self.seed = options, seed
         self.description |= {"mask_prob": options.masking.probability, "pairs": options.pairs}
 

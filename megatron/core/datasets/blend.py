@@ -20,7 +20,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets.blend_index import blend_order
 from megatron.core.datasets.data_splits import SplitBlend, normalize_weights, plan_data_splits
-from megatron.core.datasets.dataset_protocols import DatasetKind, Sample, SplitDataset, TokenSpan
+from megatron.core.datasets.dataset_protocols import DatasetKind, Sample, SplitDataset, SplitRequest, TokenSpan
 from megatron.core.datasets.index_map import IndexCacheFolder, load_or_build_arrays
 from megatron.core.datasets.kinds import gpt_dataset_kind
 from megatron.core.datasets.storage import is_remote_path
@@ -284,13 +284,8 @@ class _SplitDatasetBuilder:
 
     def _build_source_dataset(self, plan: SplitBlend, prefix: str, samples: int | None) -> SplitDataset:
         """Build one source's dataset for a split: at least `samples` samples, or one epoch if None."""
-        return self.kind.build_one_split(
-            self.sources[prefix],
-            self._split_range(plan, prefix),
-            num_samples=samples,
-            split=plan.name,
-            cache=self._index_cache(prefix),
-        )
+        request = SplitRequest(self._split_range(plan, prefix), samples, plan.name, self._index_cache(prefix))
+        return self.kind.build_one_split(self.sources[prefix], request)
 
     def _build_blended(
         self, plan: SplitBlend, datasets: Sequence[SplitDataset], weights: Sequence[float], size: int

@@ -18,19 +18,19 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets.conversations import ConversationEncoder, open_conversations
-from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
+from megatron.core.datasets.dataset_protocols import Sample, SplitRequest, TokenSpan
 from megatron.core.datasets.gpt import TokenSource
 from megatron.core.datasets.index_map import IndexCacheFolder, load_or_build_arrays
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.mock import MockConversations
-from megatron.core.datasets.packing import plan_sequence_packs
+from megatron.core.datasets.packing import plan_sequence_packs, shuffle_epochs
 from megatron.core.tokenizers.base import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,21 +39,12 @@ logger = logging.getLogger(__name__)
 class ChatDataset:
     """The conversations of some documents of a source, as shuffled samples of `sequence_length` tokens.
 
-    source: a sequence a conversation, ids that are not learnt as ~id. num_samples: at least so many, in whole epochs;
-    None: one epoch. A sample holds tokens, labels, position_ids, document_ids (int64 [L]) and loss_mask (float32 [L]).
+    source: a sequence a conversation, ids that are not learnt as ~id. request: its part is a range of documents. A
+    sample holds tokens, labels, position_ids, document_ids (int64 [L]) and loss_mask (float32 [L]).
     """
 
-    def __init__(
-        self,
-        source: TokenSource,
-        documents: range,
-        *,
-        sequence_length: int,
-        num_samples: int | None,
-        seed: int,
-        split: str,
-        cache: IndexCacheFolder = IndexCacheFolder(None),
-    ) -> None:
+    def __init__(self, source: TokenSource, request: SplitRequest, *, sequence_length: int, seed: int) -> None:
+        documents, split = request.part, request.name
         self.source, self.prefix, self.sequence_length = source, source.prefix, sequence_length
         first, stop = (int(source.document_indices[document]) for document in (documents.start, documents.stop))
         lengths = np.array(source.sequence_lengths[first:stop], np.int64)
@@ -78,7 +69,7 @@ class ChatDataset:
             "sequence_length": sequence_length,
         }  # not the number of samples: the plan is the same for any
         arrays = load_or_build_arrays(
-            cache,
+            request.cache,
             f"{type(self).__name__}-{split}",
             self.description,
             {"order": ((len(retained),), np.int64), "last_of_pack": ((len(retained),), bool)},
@@ -87,10 +78,7 @@ class ChatDataset:
         self._conversations = first + retained[arrays["order"]]
         ends = np.flatnonzero(arrays["last_of_pack"]) + 1
         self._packs = np.concatenate([[0], ends])
-        epochs = max(1, -(-(num_samples or 0) // len(ends)))
-        self._order = np.concatenate(
-            [np.random.default_rng((seed, epoch, len(ends))).permutation(len(ends)) for epoch in range(epochs)]
-        )
+        self._order = shuffle_epochs(len(ends), request.num_samples, seed)
         self._places = np.arange(sequence_length)
         self.tokens_per_epoch, self.samples_per_epoch = int(sizes.sum()), float(len(ends))
         logger.info(
@@ -192,19 +180,11 @@ class ChatDatasetKind:
         """Whether these lines hold a conversation."""
         return bool(source.document_indices[part.stop] > source.document_indices[part.start])
 
-    def build_one_split(
-        self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCacheFolder
-    ) -> ChatDataset:
+    def build_one_split(self, source: TokenSource, request: SplitRequest) -> ChatDataset:
         """Samples of these lines' conversations."""
-        return ChatDataset(
-            source,
-            part,
-            sequence_length=self.sequence_length,
-            num_samples=num_samples,
-            seed=self.seed,
-            split=split,
-            cache=cache if self.encoder is None else self._index_cache(source.prefix),
-        )
+        if self.encoder is not None:
+            request = replace(request, cache=self._index_cache(source.prefix))
+        return ChatDataset(source, request, sequence_length=self.sequence_length, seed=self.seed)
 
     def _index_cache(self, path: str) -> IndexCacheFolder:
         """Return where ids and packing plan are cached: --data-cache-path, else PATH.cache beside the file."""

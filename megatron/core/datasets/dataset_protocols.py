@@ -35,6 +35,19 @@ class TokenSpan:
     images: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class SplitRequest:
+    """What a split takes from a source: samples of the units `part`, at least `num_samples`, or one epoch if None.
+
+    name: train, valid or test. cache: where the index of the samples is kept.
+    """
+
+    part: range
+    num_samples: int | None
+    name: str
+    cache: IndexCacheFolder = IndexCacheFolder(None)
+
+
 class SplitDataset(Protocol):
     """The samples of one split of one prefix, in shuffled order.
 
@@ -90,7 +103,5 @@ class DatasetKind(Protocol):
     def split_has_any_sample(self, source: Any, part: range) -> bool:
         """Return whether units `part` of the source are enough for one sample."""
 
-    def build_one_split(
-        self, source: Any, part: range, *, num_samples: int | None, split: str, cache: IndexCacheFolder
-    ) -> SplitDataset:
-        """Return a dataset of units `part` of the source: at least `num_samples` samples, or one epoch if None."""
+    def build_one_split(self, source: Any, request: SplitRequest) -> SplitDataset:
+        """Return the dataset of a split of the source."""

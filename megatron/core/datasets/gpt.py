@@ -18,9 +18,8 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
+from megatron.core.datasets.dataset_protocols import Sample, SplitRequest, TokenSpan
 from megatron.core.datasets.index_map import (
-    IndexCacheFolder,
     build_gpt_indices,
     gpt_index_shapes,
     hash_arrays,
@@ -69,8 +68,7 @@ class GPTSampleOptions:
 class GPTDataset:
     """One split of one token source, as shuffled samples.
 
-    sequences: the split's range. num_samples: how many will be drawn, hence how many epochs; None: one epoch.
-    A sample holds tokens, labels, position_ids (int64 [L]), loss_mask (float32 [L]), and document_ids (int64 [L], the
+    request: its part is a range of sequences. A sample holds tokens, labels, position_ids (int64 [L]), loss_mask (float32 [L]), and document_ids (int64 [L], the
     number of ends of document before each position) when attention is to be reset.
     """
 
@@ -78,20 +76,18 @@ class GPTDataset:
         self,
         source: TokenSource,
         options: GPTSampleOptions,
+        request: SplitRequest,
         *,
-        sequences: range,
-        num_samples: int | None,
         seed: int,
-        split: str,
-        cache: IndexCacheFolder = IndexCacheFolder(None),
         rearrange: Rearrange | None = None,
     ) -> None:
+        sequences, num_samples = request.part, request.num_samples
         lengths = source.sequence_lengths[sequences.start : sequences.stop]
         tokens = int(lengths.sum(dtype=np.int64))
         size = options.sequence_length
         if tokens == 0 or (num_samples is None and tokens <= size):
             raise DataError(
-                f"the {split} split of {source.prefix} holds {len(sequences)} of its "
+                f"the {request.name} split of {source.prefix} holds {len(sequences)} of its "
                 f"{len(source.sequence_lengths)} sequences, with {tokens} tokens; samples of {size} tokens "
                 f"need at least {size + 1}: give that split a larger share in --split, or none"
             )
@@ -103,14 +99,14 @@ class GPTDataset:
             "tokens": tokens,
             "lengths": hash_arrays(lengths),
             "num_samples": num_samples,
-            "split": split,
+            "split": request.name,
             "seed": seed,
             "sequence_length": size,
             "keep_partial": options.keep_partial,
         }
         arrays = load_or_build_arrays(
-            cache,
-            f"{type(self).__name__}-{split}",
+            request.cache,
+            f"{type(self).__name__}-{request.name}",
             description,
             gpt_index_shapes(len(sequences), plan),
             lambda: build_gpt_indices(lengths, plan, first=sequences.start, sequence_length=size, seed=seed),

@@ -15,7 +15,7 @@ import numpy as np
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.conversations import list_first_problems
-from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
+from megatron.core.datasets.dataset_protocols import Sample, SplitRequest, TokenSpan
 from megatron.core.datasets.images import (
     ImageError,
     ImageOptions,
@@ -24,9 +24,9 @@ from megatron.core.datasets.images import (
     tile_image,
     upright_image_size,
 )
-from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.multimodal import DamagedImages
+from megatron.core.datasets.packing import shuffle_epochs
 from megatron.core.tokenizers.base import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -46,33 +46,19 @@ class ImageFolderDataset:
     and one label; tokens, image_slots and image_rows are there for what takes every kind of sample.
     """
 
-    def __init__(
-        self,
-        source: LabelledImageFiles,
-        part: range,
-        options: ImageOptions,
-        *,
-        num_samples: int | None,
-        seed: int,
-        split: str,
-    ) -> None:
-        self.source, self.options, self.prefix = source, options, source.prefix
+    def __init__(self, source: LabelledImageFiles, request: SplitRequest, options: ImageOptions, *, seed: int) -> None:
+        self.source, self.options, self.prefix, part = source, options, source.prefix, request.part
         # Files of a class stand together, so a split takes its share of a shuffled list.
-        self._own = np.random.default_rng((seed, len(source.files))).permutation(len(source.files))[
-            part.start : part.stop
-        ]
+        shuffled = np.random.default_rng((seed, len(source.files))).permutation(len(source.files))
+        self._own = shuffled[part.start : part.stop]
         self.description = {
             "class": type(self).__name__,
             "prefix": source.prefix,
             "part": [part.start, part.stop, len(source.files)],
             "seed": seed,
-            "split": split,
+            "split": request.name,
         }
-        epochs = max(1, -(-(num_samples or 0) // len(self._own)))
-        orders = [
-            np.random.default_rng((seed, epoch, len(self._own))).permutation(self._own) for epoch in range(epochs)
-        ]
-        self._order = np.concatenate(orders)
+        self._order = self._own[shuffle_epochs(len(self._own), request.num_samples, seed)]
         self.tokens_per_epoch, self.samples_per_epoch = len(self._own), float(len(self._own))
         self.damaged = DamagedImages()
 
@@ -161,12 +147,9 @@ class ImageFolderDatasetKind:
         """Whether there is an image."""
         return len(part) > 0
 
-    def build_one_split(
-        self, source: LabelledImageFiles, part: range, *, num_samples: int | None, split: str, cache: IndexCacheFolder
-    ) -> ImageFolderDataset:
+    def build_one_split(self, source: LabelledImageFiles, request: SplitRequest) -> ImageFolderDataset:
         """Samples of these images."""
-        seed = self.run.train.seed
-        return ImageFolderDataset(source, part, self.options, num_samples=num_samples, seed=seed, split=split)
+        return ImageFolderDataset(source, request, self.options, seed=self.run.train.seed)
 
 
 def image_folder_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> ImageFolderDatasetKind:

@@ -18,11 +18,10 @@ from megatron.core.config.settings.data import DataConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.bert import BERTDataset, BERTSampleOptions
 from megatron.core.datasets.chat import chat_dataset_kind
-from megatron.core.datasets.dataset_protocols import DatasetKind
+from megatron.core.datasets.dataset_protocols import DatasetKind, SplitRequest
 from megatron.core.datasets.fim import build_fill_in_middle
 from megatron.core.datasets.gpt import NO_PAD, GPTDataset, GPTSampleOptions, Rearrange, TokenSource
 from megatron.core.datasets.image_folder import image_folder_dataset_kind
-from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.masking import TokenMaskingOptions, word_continuation_mask
 from megatron.core.datasets.mock import MockSentences, MockTokens
@@ -60,20 +59,9 @@ class GPTDatasetKind:
         tokens = source.sequence_lengths[part.start : part.stop].sum(dtype="int64")
         return bool(tokens > self.options.sequence_length)
 
-    def build_one_split(
-        self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCacheFolder
-    ) -> GPTDataset:
+    def build_one_split(self, source: TokenSource, request: SplitRequest) -> GPTDataset:
         """Windows of these sequences."""
-        return GPTDataset(
-            source,
-            self.options,
-            sequences=part,
-            num_samples=num_samples,
-            seed=self.seed,
-            split=split,
-            cache=cache,
-            rearrange=self.rearrange,
-        )
+        return GPTDataset(source, self.options, request, seed=self.seed, rearrange=self.rearrange)
 
 
 def gpt_dataset_kind(config: DataConfig, *, sequence_length: int, seed: int, tokenizer: Tokenizer) -> DatasetKind:
@@ -135,13 +123,9 @@ class SentenceDatasetKind:
             usable_document_mask(source.sequence_lengths, bounds, self.least_sentences).any()
         )
 
-    def build_one_split(
-        self, source: TokenSource, part: range, *, num_samples: int | None, split: str, cache: IndexCacheFolder
-    ) -> BERTDataset | T5Dataset:
+    def build_one_split(self, source: TokenSource, request: SplitRequest) -> BERTDataset | T5Dataset:
         """Samples of these documents."""
-        return self.dataset(
-            source, self.options, documents=part, num_samples=num_samples, seed=self.seed, split=split, cache=cache
-        )
+        return self.dataset(source, self.options, request, seed=self.seed)
 
 
 def bert_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:

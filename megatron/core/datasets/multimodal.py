@@ -26,7 +26,7 @@ from megatron.core.config.settings.multimodal import MultimodalDataConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.conversations import ConversationEncoder
-from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
+from megatron.core.datasets.dataset_protocols import Sample, SplitRequest, TokenSpan
 from megatron.core.datasets.energon import META, EnergonSplitPart
 from megatron.core.datasets.image_conversations import (
     SLOT,
@@ -263,24 +263,13 @@ class ImageChatDatasetKind:
         return bool(source.document_indices[part.stop] > source.document_indices[part.start])
 
     def build_one_split(
-        self,
-        source: ImageConversationTokenSource | MockImageConversations,
-        part: range,
-        *,
-        num_samples: int | None,
-        split: str,
-        cache: IndexCacheFolder,
+        self, source: ImageConversationTokenSource | MockImageConversations, request: SplitRequest
     ) -> ImageChatDataset:
         """Samples of these rows' conversations."""
-        chat = ChatDataset(
-            source,
-            part,
-            sequence_length=self.run.train.seq_length,
-            num_samples=num_samples,
-            seed=self.run.train.seed,
-            split=split,
-            cache=cache if self.writer is None else self._index_cache(source.prefix),
-        )
+        if self.writer is not None:
+            request = replace(request, cache=self._index_cache(source.prefix))
+        train = self.run.train
+        chat = ChatDataset(source, request, sequence_length=train.seq_length, seed=train.seed)
         rows = self.run.model.vision.num_image_embeddings
         return ImageChatDataset(
             chat,

@@ -27,6 +27,12 @@ def plan_sequence_packs(sizes: np.ndarray, capacity: int, seed: int) -> tuple[np
     return np.array(pieces, np.int64), last
 
 
+def shuffle_epochs(count: int, num_samples: int | None, seed: int) -> np.ndarray:
+    """Return 0 ... count - 1 in an order of its own each epoch, for at least `num_samples`. int64 [epochs * count]"""
+    epochs = max(1, -(-(num_samples or 0) // count))
+    return np.concatenate([np.random.default_rng((seed, epoch, count)).permutation(count) for epoch in range(epochs)])
+
+
 def _pack_greedily(pieces: list[int], sizes: list[int], capacity: int) -> list[list[int]]:
     """Pack each piece, in the order given, where the least room remains (best fit). Returns the pieces of each pack."""
     packs: list[list[int]] = []

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.dataset_protocols import TokenSpan
+from megatron.core.datasets.dataset_protocols import SplitRequest, TokenSpan
 from megatron.core.datasets.gpt import TokenSource
-from megatron.core.datasets.index_map import Arrays, IndexCacheFolder, hash_arrays, load_or_build_arrays
+from megatron.core.datasets.index_map import Arrays, hash_arrays, load_or_build_arrays
 from megatron.core.datasets.indexed import DataError
 
 LONGEST_SENTENCE = 512  # tokens; a document of several sentences with a longer one is left out
@@ -47,25 +47,16 @@ class SentenceMapOptions:
 class SentenceMap:
     """The samples of some documents of a source, as rows (first sentence, one past the last, target length).
 
-    documents: the split's range. num_samples: how many will be drawn, hence how many epochs; None: one epoch. A
-    dataset of sentences derives from it and makes samples of the rows.
+    request: its part is a range of documents. A dataset of sentences derives from this class, and makes samples of rows.
     """
 
-    def __init__(
-        self,
-        source: TokenSource,
-        options: SentenceMapOptions,
-        *,
-        documents: range,
-        num_samples: int | None,
-        split: str,
-        cache: IndexCacheFolder = IndexCacheFolder(None),
-    ) -> None:
+    def __init__(self, source: TokenSource, options: SentenceMapOptions, request: SplitRequest) -> None:
+        documents = request.part
         bounds = source.document_indices[documents.start : documents.stop + 1]
         usable = usable_document_mask(source.sequence_lengths, bounds, options.least_sentences)
         if not usable.any():
             raise DataError(
-                f"the {split} split of {source.prefix} holds {len(documents)} of its "
+                f"the {request.name} split of {source.prefix} holds {len(documents)} of its "
                 f"{len(source.document_indices) - 1} documents, and none of them has "
                 f"{options.least_sentences} sentences or more, all of at most {LONGEST_SENTENCE} tokens; give that "
                 "split a larger share in --split, or write the data with --split-sentences"
@@ -78,8 +69,8 @@ class SentenceMap:
             "sentences": len(source.sequence_lengths),
             "tokens": int(tokens),
             "lengths": hash_arrays(source.sequence_lengths[bounds[0] : bounds[-1]], bounds),
-            "num_samples": num_samples,
-            "split": split,
+            "num_samples": request.num_samples,
+            "split": request.name,
             "seed": options.seed,
             "max_length": options.max_length,
             "short_seq_prob": options.short_seq_prob,
@@ -90,11 +81,11 @@ class SentenceMap:
             "epochs": ((1,), np.int64),
         }
         arrays = load_or_build_arrays(
-            cache,
-            f"{name}-{split}",
+            request.cache,
+            f"{name}-{request.name}",
             self.description,
             shapes,
-            lambda: build_sentence_map(source.sequence_lengths, bounds, options, num_samples=num_samples),
+            lambda: build_sentence_map(source.sequence_lengths, bounds, options, num_samples=request.num_samples),
         )
         self.rows, self.source, self.prefix = arrays["sample_index"], source, source.prefix
         self.tokens_per_epoch = int(tokens)

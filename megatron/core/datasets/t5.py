@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.datasets.dataset_protocols import Sample, TokenSpan
+from megatron.core.datasets.dataset_protocols import Sample, SplitRequest, TokenSpan
 from megatron.core.datasets.gpt import TokenSource, check_ids_in_vocab
-from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.masking import TokenMaskingOptions, group_positions_by_word, mask_tokens
 from megatron.core.datasets.sentence_map import SentenceMap, SentenceMapOptions
 
@@ -43,25 +42,15 @@ class T5SampleOptions:
 class T5Dataset(SentenceMap):
     """One split of one token source, as shuffled samples.
 
-    documents: the split's range. num_samples: how many will be drawn; None: one epoch. A sample holds text_enc, enc_mask
+    request: its part is a range of documents. A sample holds text_enc, enc_mask
     (int64 [encoder length]), text_dec, labels, loss_mask, dec_mask (int64 [decoder length]; masks are 1 where there is a
     token) and truncated (int64 scalar).
     """
 
-    def __init__(
-        self,
-        source: TokenSource,
-        options: T5SampleOptions,
-        *,
-        documents: range,
-        num_samples: int | None,
-        seed: int,
-        split: str,
-        cache: IndexCacheFolder = IndexCacheFolder(None),
-    ) -> None:
+    def __init__(self, source: TokenSource, options: T5SampleOptions, request: SplitRequest, *, seed: int) -> None:
         # Two places are left free, as Megatron does.
         rows = SentenceMapOptions(options.encoder_length - 2, options.short_seq_prob, 1, seed)
-        super().__init__(source, rows, documents=documents, num_samples=num_samples, split=split, cache=cache)
+        super().__init__(source, rows, request)
         self.options, self.seed = options, seed
         self.description |= {"mask_prob": options.masking.probability, "decoder_length": options.decoder_length}
 

@@ -12,6 +12,7 @@ from megatron.core.config.settings.data import DataConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.datasets.bert import BERTDataset, BERTSampleOptions
 from megatron.core.datasets.blend import build_split_datasets
+from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.kinds import bert_dataset_kind
 from megatron.core.datasets.masking import TokenMaskingOptions, word_continuation_mask
@@ -45,9 +46,7 @@ def dataset(
     folder: Path, *, documents: list = DOCUMENTS, seed: int = 1, samples: int | None = None, **changes: object
 ) -> BERTDataset:
     source = write(folder / "data", documents)
-    return BERTDataset(
-        source, options(**changes), documents=range(len(documents)), num_samples=samples, seed=seed, split="train"
-    )
+    return BERTDataset(source, options(**changes), SplitRequest(range(len(documents)), samples, "train"), seed=seed)
 
 
 def unmasked(sample: dict[str, np.ndarray]) -> list[int]:

@@ -16,6 +16,7 @@ from megatron.core.datasets import blend as blend_module
 from megatron.core.datasets.blend import BlendedDataset, build_gpt_datasets, build_split_datasets, data_source_usage
 from megatron.core.datasets.blend_index import blend_order
 from megatron.core.datasets.data_splits import parse_blend, parse_split, plan_data_splits
+from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
 from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.kinds import maskable_pad_id
@@ -484,8 +485,8 @@ class PerDocument:
     def split_has_any_sample(self, source, part):
         return len(part) > 0
 
-    def build_one_split(self, source, part, *, num_samples, split, cache):
-        return Documents(source, part, num_samples, cache)
+    def build_one_split(self, source, request):
+        return Documents(source, request.part, request.num_samples, request.cache)
 
 
 class Documents:
@@ -566,10 +567,8 @@ def test_a_sample_says_where_each_token_came_from_and_documents_where_they_went(
     dataset = GPTDataset(
         source,
         GPTSampleOptions(sequence_length=length, vocab_size=tokens, eod=-2),
-        sequences=range(len(source)),
-        num_samples=samples,
+        SplitRequest(range(len(source)), samples, "train"),
         seed=seed,
-        split="train",
     )
     seen = {document: set() for document in range(len(lengths))}
     for index in range(len(dataset)):

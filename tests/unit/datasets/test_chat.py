@@ -18,6 +18,7 @@ from megatron.core.config.settings.data import DataConfig, SFTDataConfig
 from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.conversations import ConversationEncoder, TokenizedConversations, open_conversations
+from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.mock import MockConversations
@@ -308,7 +309,7 @@ def talk(number: int, turns: int = 1) -> list[Message]:
 
 def test_samples_equal_a_loop_over_conversations(tokenizer: Any, tmp_path: Path) -> None:
     source = read(write(tmp_path / "chat.jsonl", [talk(number, 1 + number % 3) for number in range(60)]), tokenizer)
-    data = ChatDataset(source, range(5, 50), sequence_length=160, num_samples=None, seed=1, split="train")
+    data = ChatDataset(source, SplitRequest(range(5, 50), None, "train"), sequence_length=160, seed=1)
     seen: list[int] = []
     filled = 0
     for index in range(len(data)):
@@ -359,7 +360,7 @@ def test_every_epoch_goes_through_all_samples_in_an_order_of_its_own(tokenizer: 
     source = read(write(tmp_path / "chat.jsonl", [talk(number) for number in range(40)]), tokenizer)
 
     def packs(samples: int | None) -> list[tuple[int, ...]]:
-        data = ChatDataset(source, range(40), sequence_length=100, num_samples=samples, seed=1, split="train")
+        data = ChatDataset(source, SplitRequest(range(40), samples, "train"), sequence_length=100, seed=1)
         return [tuple(span.sequence for span in data.token_sources(index)) for index in range(len(data))]
 
     once = packs(None)
@@ -374,7 +375,7 @@ def test_a_long_conversation_is_cut_and_one_without_an_answer_left_is_left_out(t
     long = [QUESTION, {"role": "assistant", "content": "x" * 50}]
     silent = [{"role": "user", "content": "y" * 90}, ANSWER]
     source = read(write(tmp_path / "chat.jsonl", [long, silent, talk(1)]), tokenizer)
-    data = ChatDataset(source, range(3), sequence_length=40, num_samples=None, seed=1, split="train")
+    data = ChatDataset(source, SplitRequest(range(3), None, "train"), sequence_length=40, seed=1)
     assert sorted(span.sequence for index in range(len(data)) for span in data.token_sources(index)) == [0, 2]
     (index,) = data.samples_with_document(0)
     sample, ids = data[index], source.get(0)[:41]
@@ -383,7 +384,7 @@ def test_a_long_conversation_is_cut_and_one_without_an_answer_left_is_left_out(t
         and sample["loss_mask"].tolist() == (ids[1:] >= 0).tolist()
     )
     with pytest.raises(DataError, match="valid split .* none with an answer within 41 tokens; .*--seq-length"):
-        ChatDataset(source, range(1, 2), sequence_length=40, num_samples=None, seed=1, split="valid")
+        ChatDataset(source, SplitRequest(range(1, 2), None, "valid"), sequence_length=40, seed=1)
 
 
 def test_a_system_message_begins_a_conversation_of_its_own(tokenizer: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
 from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder
@@ -28,7 +29,7 @@ def dataset(source, *, length=8, samples=None, first=0, last=None, cache=IndexCa
     """A training split of `source`."""
     window = GPTSampleOptions(sequence_length=length, vocab_size=options.pop("vocab_size", 10), eod=EOD, **options)
     sequences = range(first, len(source.sequence_lengths) if last is None else last)
-    return GPTDataset(source, window, sequences=sequences, num_samples=samples, seed=1234, split="train", cache=cache)
+    return GPTDataset(source, window, SplitRequest(sequences, samples, "train", cache), seed=1234)
 
 
 def random_documents(count, seed=0):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from megatron.core.datasets import indexed, sidecar, storage
 from megatron.core.datasets.bin_idx_check import bin_idx_pair_problems
+from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
 from megatron.core.datasets.indexed import (
     BuilderResumePoint,
@@ -475,16 +476,12 @@ def test_samples_of_a_fuzzed_index_are_right_or_refused(tmp_path_factory, at, va
     (folder / "data.bin").write_bytes(ids)
     (folder / "data.idx").write_bytes(index)
     options = GPTSampleOptions(8, 50, 0)
-    right = GPTDataset(
-        IndexedDataset(folder / "data"), options, sequences=range(40), num_samples=30, seed=1, split="train"
-    )
+    right = GPTDataset(IndexedDataset(folder / "data"), options, SplitRequest(range(40), 30, "train"), seed=1)
     expected = [right[number]["tokens"].tolist() for number in range(30)]
     (folder / "data.idx").unlink()
     (folder / "data.idx").write_bytes(index[:at] + bytes([value]) + index[at + 1 :])
     try:
-        data = GPTDataset(
-            IndexedDataset(folder / "data"), options, sequences=range(40), num_samples=30, seed=1, split="train"
-        )
+        data = GPTDataset(IndexedDataset(folder / "data"), options, SplitRequest(range(40), 30, "train"), seed=1)
     except DataError:
         return
     for number in range(30):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.sentence_map import (
@@ -137,17 +138,15 @@ def test_a_shuffle_is_a_permutation_without_a_favourite() -> None:
     assert abs(firsts - 400).max() < 3 * (2000 * 0.2 * 0.8) ** 0.5 + 1, firsts
 
 
-def sentence_map(source: object, **changes: object) -> SentenceMap:
-    return SentenceMap(
-        source,
-        **{
-            "options": SentenceMapOptions(20, 0.1, 2, 1),
-            "documents": range(40),
-            "num_samples": None,
-            "split": "train",
-            **changes,
-        },
-    )
+def sentence_map(
+    source: object,
+    *,
+    options: SentenceMapOptions = SentenceMapOptions(20, 0.1, 2, 1),
+    documents: int = 40,
+    num_samples: int | None = None,
+    cache: IndexCacheFolder = IndexCacheFolder(None),
+) -> SentenceMap:
+    return SentenceMap(source, options, SplitRequest(range(documents), num_samples, "train", cache))
 
 
 def test_a_cached_map_is_not_used_for_the_same_documents_in_another_order(tmp_path: Path) -> None:
@@ -178,7 +177,7 @@ def test_documents_that_make_no_sample_are_refused_with_the_mend(tmp_path: Path)
         DataError,
         match=r"train split of .*data holds 3 of its 3 documents, and none .* 2 sentences .*--split-sentences",
     ):
-        sentence_map(source, documents=range(3))
+        sentence_map(source, documents=3)
 
 
 def test_spans_and_samples_of_a_document_agree(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from megatron.core.config.flags import ConfigError, config_from_dict
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.blend import build_split_datasets
+from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.kinds import t5_dataset_kind
 from megatron.core.datasets.masking import TokenMaskingOptions, word_continuation_mask
 from megatron.core.datasets.t5 import T5Dataset, T5SampleOptions
@@ -40,9 +41,7 @@ def options(**changes: object) -> T5SampleOptions:
 
 def dataset(folder: Path, *, samples: int | None = None, documents: list = DOCUMENTS, **changes: object) -> T5Dataset:
     source = write(folder / "data", documents)
-    return T5Dataset(
-        source, options(**changes), documents=range(len(documents)), num_samples=samples, seed=1, split="train"
-    )
+    return T5Dataset(source, options(**changes), SplitRequest(range(len(documents)), samples, "train"), seed=1)
 
 
 def filled(sample: dict[str, np.ndarray]) -> list[int]:

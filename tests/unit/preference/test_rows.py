@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.indexed import DataError
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.preference.arguments import parse_preference_args
@@ -174,7 +175,7 @@ def test_lines_that_are_left_out_are_counted_and_named(tmp_path: Path, caplog: p
     kind = PreferenceDatasetKind(ByteTokenizer(), "chatml", sequence_length=16, seed=1)
     with caplog.at_level(logging.WARNING):
         source = kind.open(str(file))
-        made = kind.build_one_split(source, range(3), num_samples=None, split="train", cache=None)  # type: ignore[arg-type]
+        made = kind.build_one_split(source, SplitRequest(range(3), None, "train"))
     assert "1 lines are left out: line 2: no" in caplog.text and "1 of 3 rows are left out" in caplog.text
     assert "do not fit into --seq-length 16: line 3\n" in caplog.text
     assert len(made) == 1 and sorted(span.document for span in made.token_sources(0)) == [0, 0, 2, 2]

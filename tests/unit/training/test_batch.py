@@ -12,6 +12,7 @@ from megatron.core.config.settings.data import DataConfig, SFTDataConfig
 from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.datasets.chat import ChatDataset
+from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.samplers import collate
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import NullTokenizer
@@ -41,7 +42,7 @@ class Talks:
 
 
 def samples_of(talks: list[list[int]], size: int = 16) -> ChatDataset:
-    return ChatDataset(Talks(talks), range(len(talks)), sequence_length=size, num_samples=None, seed=1, split="train")
+    return ChatDataset(Talks(talks), SplitRequest(range(len(talks)), None, "train"), sequence_length=size, seed=1)
 
 
 class Logits:
