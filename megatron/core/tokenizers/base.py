@@ -28,16 +28,17 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     eod: int
-    pad: int | None
-    bos: int | None
-    eos: int | None
-    cls: int | None
-    sep: int | None
-    mask: int | None
-    additional_special_tokens_ids: tuple[int, ...]
-    special: Mapping[str, int]
-    special_ids: tuple[int, ...]
-    chat_template: str | None
+    pad: int | None = None
+    bos: int | None = None
+    eos: int | None = None
+    cls: int | None = None
+    sep: int | None = None
+    mask: int | None = None
+    additional_special_tokens_ids: tuple[int, ...] = ()
+    special: Mapping[str, int] = MappingProxyType({})
+    special_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+    _tokens: Sequence[str] | Mapping[int, str] = ()
 
     @property
     def engine(self) -> str:
@@ -59,6 +60,7 @@ class Tokenizer(Protocol):
 
         Nothing is added around the text. Raises `ValueError` as `tokenize` does.
         """
+        return tokenize_around_special(text, self.special, self.tokenize)
 
     def encode_texts_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts concatenated [t], in an integer type that fits every id, and the number of ids of
@@ -72,35 +74,12 @@ class Tokenizer(Protocol):
 
     def id_to_token(self, token: int) -> str:
         """Return how the vocabulary file writes an id."""
+        return self._tokens[token]
 
     def token_byte_spans(self, text: str) -> list[tuple[int, int]]:
         """Return, for each id of `tokenize(text)`, the range [start, end) of its bytes in the text's UTF-8; ids that are added before
         or after the text have the empty range (0, 0).
         """
-
-
-class TokenizerAttributeDefaults:
-    """Defaults of the attributes of `Tokenizer` for kinds without special tokens."""
-
-    pad: int | None = None
-    bos: int | None = None
-    eos: int | None = None
-    cls: int | None = None
-    sep: int | None = None
-    mask: int | None = None
-    additional_special_tokens_ids: tuple[int, ...] = ()
-    special: Mapping[str, int] = MappingProxyType({})
-    special_ids: tuple[int, ...] = ()
-    chat_template: str | None = None
-    _tokens: Sequence[str] | Mapping[int, str]
-
-    def id_to_token(self, token: int) -> str:
-        """Return how the vocabulary file writes an id."""
-        return self._tokens[token]
-
-    def tokenize_with_special(self: Tokenizer, text: str) -> list[int]:
-        """Return the ids of a text, in which names of special tokens become those tokens."""
-        return tokenize_around_special(text, self.special, self.tokenize)
 
 
 def flatten_ids(lists: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import TokenizerAttributeDefaults, read_flag_file_json, read_flag_file_text
+from megatron.core.tokenizers.base import Tokenizer, read_flag_file_json, read_flag_file_text
 from megatron.core.tokenizers.bytelevel import BPEFromMerges, ByteLevelBPE, byte_of_character, vocab_token_to_bytes
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
 
-class GPT2BPETokenizer(ByteLevelBPE, TokenizerAttributeDefaults):
+class GPT2BPETokenizer(ByteLevelBPE, Tokenizer):
     """Byte-level BPE from vocab.json and merges.txt; `<|endoftext|>` ends documents, there is no padding token."""
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:

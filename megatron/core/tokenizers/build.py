@@ -18,13 +18,7 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError, flag_name, raise_config_error_if
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.tokenizers.base import (
-    Tokenizer,
-    TokenizerAttributeDefaults,
-    character_to_byte_spans,
-    flatten_ids,
-    read_flag_file_text,
-)
+from megatron.core.tokenizers.base import Tokenizer, character_to_byte_spans, flatten_ids, read_flag_file_text
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -32,7 +26,7 @@ from megatron.core.tokenizers.tiktoken import TikTokenizer
 from megatron.core.tokenizers.wordpiece import BertWordPieceTokenizer
 
 
-class NullTokenizer(TokenizerAttributeDefaults):
+class NullTokenizer(Tokenizer):
     """Text that consists of ids separated by white space; the last of `vocab_size` ids ends documents.
 
     eod, pad: other ids for the end of document and for padding.
@@ -83,7 +77,7 @@ class NullTokenizer(TokenizerAttributeDefaults):
         return character_to_byte_spans(text, [word.span() for word in re.finditer(r"\S+", text)])
 
 
-class ByteTokenizer(TokenizerAttributeDefaults):
+class ByteTokenizer(Tokenizer):
     """The UTF-8 bytes of a text are its ids; 256 ends a document."""
 
     vocab_size = 257

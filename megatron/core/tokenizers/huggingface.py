@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import (
-    TokenizerAttributeDefaults,
+    Tokenizer,
     add_prefix_and_suffix_ids,
     character_to_byte_spans,
     hash_parts,
@@ -45,7 +45,7 @@ NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-class HuggingFaceTokenizer(TokenizerAttributeDefaults):
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer defined by tokenizer.json; its end of sentence (or, if it has none, its separator) ends documents.
 
     added_tokens: tokens that were added to the vocabulary by hand, special or not, as the tokenizers library lists

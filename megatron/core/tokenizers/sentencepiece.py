@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.tokenizers.base import (
-    TokenizerAttributeDefaults,
+    Tokenizer,
     add_prefix_and_suffix_ids,
     character_to_byte_spans,
     flatten_ids,
@@ -31,7 +31,7 @@ from megatron.core.tokenizers.engines import num_usable_processors
 ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
-class SentencePieceTokenizer(TokenizerAttributeDefaults):
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece tokenizer. kind: `bare`, `begun` (<s> before a text) or `named` (with named special tokens)."""
 
     engine = "text is encoded by sentencepiece: it defines the ids"

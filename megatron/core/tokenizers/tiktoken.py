@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import TokenizerAttributeDefaults, read_flag_file_bytes, read_flag_file_json
+from megatron.core.tokenizers.base import Tokenizer, read_flag_file_bytes, read_flag_file_json
 from megatron.core.tokenizers.bytelevel import BPEFromMergeRanks, ByteLevelBPE
 from megatron.core.tokenizers.engines import PUBLISHED, MergeRanks
 
@@ -38,7 +38,7 @@ DEFAULT_VOCAB_SIZE = 2**17
 DEFAULT_NUM_SPECIAL = 1000
 
 
-class TikTokenizer(ByteLevelBPE, TokenizerAttributeDefaults):
+class TikTokenizer(ByteLevelBPE, Tokenizer):
     """Byte-level BPE from a rank file; the first of `ENDS` that it contains ends a document."""
 
     def __init__(

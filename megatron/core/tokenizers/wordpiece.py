@@ -16,18 +16,13 @@ from typing import Any
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import (
-    TokenizerAttributeDefaults,
-    character_to_byte_spans,
-    hash_parts,
-    read_flag_file_text,
-)
+from megatron.core.tokenizers.base import Tokenizer, character_to_byte_spans, hash_parts, read_flag_file_text
 from megatron.core.tokenizers.engines import tokenizers_engine
 
 NEEDED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-class BertWordPieceTokenizer(TokenizerAttributeDefaults):
+class BertWordPieceTokenizer(Tokenizer):
     """BERT's tokenizer, in lower case or not, with `extra_ids` sentinels after the vocabulary."""
 
     engine = "text is encoded by tokenizers: it defines the ids"
