@@ -25,7 +25,7 @@ import numpy as np
 
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets.conversations import ConversationEncoder, open_conversations
-from megatron.core.datasets.dataset_protocols import Sample, SplitRequest, TokenSpan
+from megatron.core.datasets.dataset_protocols import DatasetKind, Sample, SplitRequest, TokenSpan
 from megatron.core.datasets.gpt import TokenSource
 from megatron.core.datasets.index_map import IndexCacheFolder, load_or_build_arrays
 from megatron.core.datasets.indexed import DataError
@@ -156,8 +156,8 @@ class ChatDataset:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatDatasetKind:
-    """Conversations; --split counts the lines of a file."""
+class ChatDatasetKind(DatasetKind):
+    """Conversations; --split counts the lines of a file, which are the documents."""
 
     config: DataConfig
     tokenizer: Tokenizer
@@ -171,14 +171,6 @@ class ChatDatasetKind:
         if self.encoder is None:
             return MockConversations(self.tokenizer.vocab_size, self.tokenizer.eod)
         return open_conversations(prefix, self.encoder, self._index_cache(prefix))
-
-    def num_split_units(self, source: TokenSource) -> int:
-        """The number of lines."""
-        return len(source.document_indices) - 1
-
-    def split_has_any_sample(self, source: TokenSource, part: range) -> bool:
-        """Whether these lines hold a conversation."""
-        return bool(source.document_indices[part.stop] > source.document_indices[part.start])
 
     def build_one_split(self, source: TokenSource, request: SplitRequest) -> ChatDataset:
         """Samples of these lines' conversations."""

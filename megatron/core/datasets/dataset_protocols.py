@@ -98,10 +98,12 @@ class DatasetKind(Protocol):
         """Open the source behind a prefix, which the other methods take."""
 
     def num_split_units(self, source: Any) -> int:
-        """Return the number of units that --split divides: sequences, or documents."""
+        """Return the number of units that --split divides: documents, unless a kind says otherwise."""
+        return len(source.document_indices) - 1
 
     def split_has_any_sample(self, source: Any, part: range) -> bool:
-        """Return whether units `part` of the source are enough for one sample."""
+        """Return whether units `part` of the source are enough for one sample: unless a kind asks for more, a sequence."""
+        return bool(source.document_indices[part.stop] > source.document_indices[part.start])
 
     def build_one_split(self, source: Any, request: SplitRequest) -> SplitDataset:
         """Return the dataset of a split of the source."""

@@ -92,7 +92,7 @@ def maskable_pad_id(tokenizer: Tokenizer, ambiguous: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class SentenceDatasetKind:
+class SentenceDatasetKind(DatasetKind):
     """Samples of sentences; --split counts documents. tokenizer: its fingerprint; plain: its ids without a special meaning."""
 
     config: DataConfig
@@ -111,10 +111,6 @@ class SentenceDatasetKind:
     def open(self, prefix: str) -> TokenSource:
         """The sentences behind a prefix, or made-up ones; `DataError` when another tokenizer wrote them."""
         return MockSentences(self.plain) if self.config.mock_data else _open_pair(self.config, prefix, self.tokenizer)
-
-    def num_split_units(self, source: TokenSource) -> int:
-        """The number of documents."""
-        return len(source.document_indices) - 1
 
     def split_has_any_sample(self, source: TokenSource, part: range) -> bool:
         """Whether one of these documents makes a sample."""

@@ -26,7 +26,7 @@ from megatron.core.config.settings.multimodal import MultimodalDataConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.conversations import ConversationEncoder
-from megatron.core.datasets.dataset_protocols import Sample, SplitRequest, TokenSpan
+from megatron.core.datasets.dataset_protocols import DatasetKind, Sample, SplitRequest, TokenSpan
 from megatron.core.datasets.energon import META, EnergonSplitPart
 from megatron.core.datasets.image_conversations import (
     SLOT,
@@ -223,8 +223,8 @@ class ImageChatDataset:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageChatDatasetKind:
-    """Conversations about images; --split counts the rows of a file."""
+class ImageChatDatasetKind(DatasetKind):
+    """Conversations about images; --split counts the rows of a file, which are the documents."""
 
     run: RunConfig
     tokenizer: Tokenizer
@@ -253,14 +253,6 @@ class ImageChatDatasetKind:
             return bin_idx_row_source(prefix, self.tokenizer)
         folder = self.run.data.multimodal.image_folder or os.path.dirname(os.path.abspath(prefix))
         return json_row_source(prefix, folder)
-
-    def num_split_units(self, source: ImageConversationTokenSource | MockImageConversations) -> int:
-        """The number of rows."""
-        return len(source.document_indices) - 1
-
-    def split_has_any_sample(self, source: ImageConversationTokenSource | MockImageConversations, part: range) -> bool:
-        """Whether these rows hold a conversation."""
-        return bool(source.document_indices[part.stop] > source.document_indices[part.start])
 
     def build_one_split(
         self, source: ImageConversationTokenSource | MockImageConversations, request: SplitRequest
