@@ -39,14 +39,11 @@ def _adapter_setting_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 
 @config_rule("adapter-start")
-def _missing_adapter_base_problem(s: ConfigRuleInput) -> str:
+def _missing_adapter_base_problem(s: ConfigRuleInput) -> Iterator[str]:
     """Adapters that a run starts from belong to a base."""
     folder, checkpoint = s.run.checkpoint.adapter, s.run.checkpoint
-    if folder is None:
-        return ""
-    if checkpoint.pretrained_checkpoint is None and checkpoint.load is None:
-        return f"--adapter {folder} belongs to the weights of a base; give them with --pretrained-checkpoint"
-    return ""
+    if folder is not None and checkpoint.pretrained_checkpoint is None and checkpoint.load is None:
+        yield f"--adapter {folder} belongs to the weights of a base; give them with --pretrained-checkpoint"
 
 
 @config_rule("adapter-targets", needs_sizes=True)

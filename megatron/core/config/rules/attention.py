@@ -19,8 +19,7 @@ _STRETCHING = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
 @config_rule("layer-patterns", needs_sizes=True)
 def layer_frequency_problems(s: ConfigRuleInput) -> Iterator[str]:
     """What says which layers have a property can be read and has a property to speak of."""
-    run = s.run
-    model = run.model
+    model = s.run.model
     try:
         network_layer_plans(model)
     except ConfigError as error:
@@ -55,8 +54,7 @@ def _qk_norm_problems(model: ModelConfig) -> Iterator[str]:
 @config_rule("attention", needs_sizes=True)
 def attention_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Variants of attention and of the gated MLP have sound numbers and fit together."""
-    run = s.run
-    model = run.model
+    model = s.run.model
     for name in ("attention_logit_softcap", "final_logit_softcap", "qk_clip_threshold", "activation_func_clamp_value"):
         value = getattr(model, name)
         if value is not None and value <= 0:
@@ -96,8 +94,7 @@ def _rope_scaling_problems(model: ModelConfig, *, yarn: bool) -> Iterator[str]:
 @config_rule("rotations", needs_sizes=True)
 def rotary_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Rotations are stretched in one way, by sound numbers."""
-    run = s.run
-    model, rope = run.model, run.model.rope
+    model, rope = s.run.model, s.run.model.rope
     yarn = model.uses_rotary and rope.is_yarn
     if rope.rope_type == "yarn" and not yarn:
         yield f"--rope-type yarn rotates, and --position-embedding-type {rope.position_embedding_type} does not; choose rope"

@@ -93,8 +93,7 @@ def expert_layout_problems(s: ConfigRuleInput) -> Iterator[str]:
 @config_rule("choice-of-experts", needs_sizes=True)
 def router_problems(s: ConfigRuleInput) -> Iterator[str]:
     """A token can choose as many experts as it shall, and the choice can be learned."""
-    run = s.run
-    moe = run.model.moe
+    moe = s.run.model.moe
     if not moe.num_experts:
         return
     experts, topk = moe.num_experts, moe.moe_router_topk
@@ -155,8 +154,7 @@ def _expert_group_problems(moe: MoEConfig) -> Iterator[str]:
 @config_rule("balance-of-experts", needs_sizes=True)
 def load_balancing_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Ways to balance experts fit together and have a weight each."""
-    run = s.run
-    moe = run.model.moe
+    moe = s.run.model.moe
     if not moe.num_experts:
         return
     kinds, weights = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff

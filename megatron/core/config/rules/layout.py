@@ -17,17 +17,16 @@ from megatron.core.config.stages import stage_specs_of_run
 
 
 @config_rule("world-size", needs_sizes=True)
-def _world_size_problem(s: ConfigRuleInput) -> str:
+def _world_size_problem(s: ConfigRuleInput) -> Iterator[str]:
     """The ranks are a multiple of tensor x pipeline x context size."""
     tp, pp, cp = s.run.parallel.tp, s.run.parallel.pp, s.run.parallel.context_parallel_size
     needed = tp * pp * cp
-    if s.world_size % needed == 0:
-        return ""
     context = f" x --context-parallel-size {cp}" if cp > 1 else ""
-    return (
-        f"{s.world_size} ranks are not a multiple of --tensor-model-parallel-size {tp} x "
-        f"--pipeline-model-parallel-size {pp}{context} = {needed}; start a multiple of {needed} ranks"
-    )
+    if s.world_size % needed:
+        yield (
+            f"{s.world_size} ranks are not a multiple of --tensor-model-parallel-size {tp} x "
+            f"--pipeline-model-parallel-size {pp}{context} = {needed}; start a multiple of {needed} ranks"
+        )
 
 
 @config_rule("heads-over-tensor", needs_sizes=True)
@@ -42,17 +41,16 @@ def _attention_heads_problem(s: ConfigRuleInput) -> Iterator[str]:
 
 
 @config_rule("query-groups", needs_sizes=True)
-def _query_groups_problem(s: ConfigRuleInput) -> str:
+def _query_groups_problem(s: ConfigRuleInput) -> Iterator[str]:
     """Query heads are shared out evenly to key/value groups, and groups to tensor ranks."""
     heads, groups, tp = s.run.model.num_attention_heads, s.run.model.num_query_groups, s.run.parallel.tp
     if heads % groups:
-        return f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; choose one of {divisors_text(heads)}"
-    if groups % tp and tp % groups:
-        return (
+        yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; choose one of {divisors_text(heads)}"
+    elif groups % tp and tp % groups:
+        yield (
             f"--num-query-groups {groups} and --tensor-model-parallel-size {tp} do not divide each other; choose a "
             f"tensor size that divides {groups} or is a multiple of it"
         )
-    return ""
 
 
 @config_rule("ffn-over-tensor", needs_sizes=True)
@@ -89,15 +87,14 @@ def _head_size_problem(s: ConfigRuleInput) -> str:
 
 
 @config_rule("sequence-parallel", needs_sizes=True)
-def _sequence_parallel_problem(s: ConfigRuleInput) -> str:
+def _sequence_parallel_problem(s: ConfigRuleInput) -> Iterator[str]:
     """Under sequence parallelism, sequences can be cut over the tensor ranks."""
     length, tp = s.run.train.seq_length, s.run.parallel.tp
-    if not s.run.parallel.sequence_parallel or length % tp == 0:
-        return ""
-    return (
-        f"--sequence-parallel cannot cut --seq-length {length} over --tensor-model-parallel-size {tp}; choose "
-        f"{nearest_multiples_text(length, tp)}"
-    )
+    if s.run.parallel.sequence_parallel and length % tp:
+        yield (
+            f"--sequence-parallel cannot cut --seq-length {length} over --tensor-model-parallel-size {tp}; choose "
+            f"{nearest_multiples_text(length, tp)}"
+        )
 
 
 @config_rule("pipeline-split", needs_sizes=True)
@@ -165,20 +162,13 @@ def _interleaving_problem(s: ConfigRuleInput) -> str:
 
 
 @config_rule("vocabulary", needs_sizes=True)
-def _padded_vocabulary_problem(s: ConfigRuleInput) -> str:
+def _padded_vocabulary_problem(s: ConfigRuleInput) -> Iterator[str]:
     """A padded vocabulary holds all ids and can be divided over the tensor ranks."""
-    model, tp = s.run.model, s.run.parallel.tp
-    if model.padded_vocab_size is not None and model.padded_vocab_size % tp:
-        return f"--padded-vocab-size {model.padded_vocab_size} is not a multiple of --tensor-model-parallel-size {tp}"
-    if (
-        model.padded_vocab_size is not None
-        and model.true_vocab_size is not None
-        and model.padded_vocab_size < model.true_vocab_size
-    ):
-        return (
-            f"--padded-vocab-size {model.padded_vocab_size} is smaller than the tokenizer's {model.true_vocab_size} ids"
-        )
-    return ""
+    padded, true, tp = s.run.model.padded_vocab_size, s.run.model.true_vocab_size, s.run.parallel.tp
+    if padded is not None and padded % tp:
+        yield f"--padded-vocab-size {padded} is not a multiple of --tensor-model-parallel-size {tp}"
+    elif padded is not None and true is not None and padded < true:
+        yield f"--padded-vocab-size {padded} is smaller than the tokenizer's {true} ids"
 
 
 @config_rule("fully-sharded")

@@ -29,8 +29,7 @@ def _optimizer_offload_problems(config: OptimizerConfig) -> Iterator[str]:
 @config_rule("update-rule")
 def update_rule_problems(s: ConfigRuleInput) -> Iterator[str]:
     """What is said of an update rule belongs to the one that is chosen."""
-    run = s.run
-    config = run.optimizer
+    config = s.run.optimizer
     names = [field.name for field in fields(OptimizerConfig)]
     for prefix, chosen in (
         ("muon", config.is_muon),
@@ -81,8 +80,7 @@ def optimizer_dtype_problems(s: ConfigRuleInput) -> Iterator[str]:
 @config_rule("activation-offloading")
 def activation_offload_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Activations that wait in the CPU's memory are chosen in one way, and can be taken from their layers."""
-    run = s.run
-    config = run.offload
+    config = s.run.offload
     if not config.offloads_activations:
         yield from _unused_flags_problem(
             config,
@@ -96,9 +94,9 @@ def activation_offload_problems(s: ConfigRuleInput) -> Iterator[str]:
     if config.offload_modules and config.cpu_offloading_num_layers > 0:
         yield "--cpu-offloading-num-layers sends away all of a layer, and --offload-modules some of every one; keep one"
     experts = [name for name in config.offload_modules if name in ("expert_fc1", "moe_act")]
-    if experts and not run.model.moe.num_experts:
+    if experts and not s.run.model.moe.num_experts:
         yield f"--offload-modules {' '.join(experts)}: of experts, and there are none; leave out"
-    if config.offloads_activations and run.compilation.compile:
+    if config.offloads_activations and s.run.compilation.compile:
         yield "--compile decides itself what a layer saves, before it could be sent away; drop it, or activation offloading"
 
 

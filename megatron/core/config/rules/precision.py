@@ -80,13 +80,12 @@ def _fp8_param_gather_problems(run: RunConfig) -> Iterator[str]:
 @config_rule("low-precision-sizes", needs_sizes=True)
 def low_precision_size_problems(s: ConfigRuleInput) -> str:
     """Every tensor rank holds whole blocks of the matrices that are multiplied in 8 or 4 bits."""
-    run = s.run
-    multiple, unfit = run.precision.low.matrix_size_multiple, dict[str, None]()
-    for what, size, ranks in _low_precision_matrix_sizes(run):
+    multiple, unfit = s.run.precision.low.matrix_size_multiple, dict[str, None]()
+    for what, size, ranks in _low_precision_matrix_sizes(s.run):
         if size % ranks == 0 and size // ranks % multiple:  # what cannot be divided is another rule's
             over = f" over {ranks} ranks" if ranks > 1 else ""
             unfit[
-                f"{what} is {size // ranks}{over}, no multiple of the {multiple} that --{_recipe_flag(run)} needs"
+                f"{what} is {size // ranks}{over}, no multiple of the {multiple} that --{_recipe_flag(s.run)} needs"
             ] = None
     return "\n  ".join(f"{problem}; choose sizes that are, fewer tensor ranks, or another recipe" for problem in unfit)
 

@@ -77,36 +77,33 @@ def _global_batch_problem(s: ConfigRuleInput) -> str:
 
 
 @config_rule("duration")
-def _duration_problem(s: ConfigRuleInput) -> str:
+def _duration_problem(s: ConfigRuleInput) -> Iterator[str]:
     """One flag says how long to train."""
     train = s.run.train
     if train.train_iters is not None and train.train_samples is not None:
-        return "--train-iters and --train-samples both say how long to train; keep one"
-    if train.train_iters is None and train.train_samples is None and not train.skip_train:
-        return "neither --train-iters nor --train-samples says how long to train; give one (or --skip-train)"
-    return ""
+        yield "--train-iters and --train-samples both say how long to train; keep one"
+    elif train.train_iters is None and train.train_samples is None and not train.skip_train:
+        yield "neither --train-iters nor --train-samples says how long to train; give one (or --skip-train)"
 
 
 @config_rule("learning-rate")
-def _learning_rate_problem(s: ConfigRuleInput) -> str:
+def _learning_rate_problem(s: ConfigRuleInput) -> Iterator[str]:
     """A run that trains has a learning rate."""
     if s.run.schedule.lr is None and not s.run.train.skip_train:
-        return "--lr must be given (or --skip-train)"
-    return ""
+        yield "--lr must be given (or --skip-train)"
 
 
 @config_rule("number-formats")
-def _dtype_flags_problem(s: ConfigRuleInput) -> str:
+def _dtype_flags_problem(s: ConfigRuleInput) -> Iterator[str]:
     """One number format is chosen, and what belongs to a format comes with it."""
     precision = s.run.precision
     chosen = [flag_name(name) for name in ("fp16", "bf16", "fp64") if getattr(precision, name)]
     if len(chosen) > 1:
-        return f"{' and '.join(chosen)} contradict each other; keep one"
-    if precision.loss_scale is not None and not precision.fp16:
-        return f"--loss-scale {precision.loss_scale:g} is for --fp16 only; add --fp16 or drop it"
-    if precision.grad_reduce_in_bf16 and not precision.bf16:
-        return "--grad-reduce-in-bf16 is for --bf16 only; add --bf16 or drop it"
-    return ""
+        yield f"{' and '.join(chosen)} contradict each other; keep one"
+    elif precision.loss_scale is not None and not precision.fp16:
+        yield f"--loss-scale {precision.loss_scale:g} is for --fp16 only; add --fp16 or drop it"
+    elif precision.grad_reduce_in_bf16 and not precision.bf16:
+        yield "--grad-reduce-in-bf16 is for --bf16 only; add --bf16 or drop it"
 
 
 @config_rule("samples-in-training")
