@@ -121,8 +121,8 @@ def add_config_arguments(parser: argparse.ArgumentParser, config_class: type) ->
     hints = _resolved_type_hints(config_class)
     own = [f for f in dataclasses.fields(config_class) if "help" in f.metadata]
     if own:
-        title, _, rest = (config_class.__doc__ or config_class.__name__).strip().partition("\n")
-        group = parser.add_argument_group(title.rstrip("."), rest.strip() or None)
+        title, _, rest = " ".join((config_class.__doc__ or config_class.__name__).split()).partition(". ")
+        group = parser.add_argument_group(title.rstrip("."), rest or None)
         for field in own:
             _add_argument(group, field, hints[field.name])
     for field in dataclasses.fields(config_class):

@@ -10,9 +10,8 @@ from megatron.core.config.flags import flag
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """Adapters and frozen weights.
-
-    LoRA: beside a linear layer W stands (alpha / rank) B A, of two narrow matrices; these are trained, and the network is frozen.
+    """Adapters and frozen weights. LoRA: beside a linear layer W stands (alpha / rank) B A, of two narrow matrices;
+    these are trained, and the network is frozen.
     """
 
     lora_rank: int | None = flag(

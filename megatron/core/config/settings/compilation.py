@@ -10,9 +10,8 @@ from megatron.core.config.flags import flag
 
 @dataclass(frozen=True, slots=True)
 class CompileConfig:
-    """Compilation.
-
-    Layers as torch's compiler makes them: what stands between two matmuls becomes one kernel. The first step takes longer.
+    """Compilation. Layers as torch's compiler makes them: what stands between two matmuls becomes one kernel. The
+    first step takes longer.
     """
 
     compile: bool = flag(
@@ -38,9 +37,8 @@ MODULES: tuple[Module, ...] = ("attn", "mlp")
 
 @dataclass(frozen=True, slots=True)
 class CudaGraphConfig:
-    """CUDA graphs of training.
-
-    Layers are recorded, forward and backward, and repeated: on a GPU, starting many small kernels takes longer than they do.
+    """CUDA graphs of training. Layers are recorded, forward and backward, and repeated: on a GPU, starting many
+    small kernels takes longer than they do.
     """
 
     cuda_graph_impl: Literal["none", "local"] = flag(

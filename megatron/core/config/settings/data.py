@@ -15,9 +15,8 @@ DataFiles = Literal["none", "datasets", "lines"]
 
 @dataclass(frozen=True, slots=True)
 class FIMConfig:
-    """Fill in the middle.
-
-    Documents of a sample are rearranged, so that a model learns to write what stands between two texts.
+    """Fill in the middle. Documents of a sample are rearranged, so that a model learns to write what stands between
+    two texts.
     """
 
     fim_data: bool = flag(False, "rearrange documents as prefix, suffix, middle", role="training")
@@ -51,9 +50,8 @@ class FIMConfig:
 
 @dataclass(frozen=True, slots=True)
 class SFTDataConfig:
-    """Fine-tuning on conversations.
-
-    --data-path names JSONL files, or weights and files in turn; a line holds {"messages": [{"role": ..., "content": ...}, ...]}.
+    """Fine-tuning on conversations. --data-path names JSONL files, or weights and files in turn; a line holds
+    {"messages": [{"role": ..., "content": ...}, ...]}.
     """
 
     sft: bool = flag(
@@ -72,10 +70,7 @@ class SFTDataConfig:
 
 @dataclass(frozen=True, slots=True)
 class MaskingConfig:
-    """Masked text.
-
-    How sentences become the samples of pretrain_bert.py and pretrain_t5.py.
-    """
+    """Masked text. How sentences become the samples of pretrain_bert.py and pretrain_t5.py."""
 
     mask_prob: float = flag(0.15, "share of the tokens that are hidden", role="training")
     short_seq_prob: float = flag(0.1, "share of samples that aim at a random shorter length", role="data")
@@ -88,10 +83,7 @@ class MaskingConfig:
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """Data.
-
-    One of --mock-data, --data-path (or its file) or paths for each split.
-    """
+    """Data. One of --mock-data, --data-path (or its file) or paths for each split."""
 
     data_path: tuple[str, ...] | None = flag(
         None, "prefixes of .bin/.idx pairs, or weights and prefixes in turn", role="data"
@@ -171,10 +163,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    """Tokenizer.
-
-    How text becomes ids.
-    """
+    """Tokenizer. How text becomes ids."""
 
     tokenizer_type: str | None = flag(
         None,

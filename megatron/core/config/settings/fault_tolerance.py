@@ -10,10 +10,7 @@ from megatron.core.config.flags import flag
 
 @dataclass(frozen=True, slots=True)
 class FaultToleranceConfig:
-    """Faults.
-
-    What a run looks for in itself, what it leaves behind when it fails, and when it goes on.
-    """
+    """Faults. What a run looks for in itself, what it leaves behind when it fails, and when it goes on."""
 
     error_dir: str | None = flag(
         None,

@@ -22,9 +22,8 @@ SYMBOLS: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class HybridConfig:
-    """Hybrid networks.
-
-    Layers with a state in the place of keys and values: Mamba-2 (Dao and Gu, 2024), gated delta net (Yang et al., 2024).
+    """Hybrid networks. Layers with a state in the place of keys and values: Mamba-2 (Dao and Gu, 2024), gated delta
+    net (Yang et al., 2024).
     """
 
     hybrid_layer_pattern: str | None = flag(

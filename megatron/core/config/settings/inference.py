@@ -13,9 +13,8 @@ MOST_CACHE_BYTES = 4 * 10**9  # of keys and values on a rank, unless another siz
 
 @dataclass(frozen=True, slots=True)
 class InferenceConfig:
-    """Text generation.
-
-    Requests are decoded together, each with its own settings; new ones join and finished ones leave at every step.
+    """Text generation. Requests are decoded together, each with its own settings; new ones join and finished ones
+    leave at every step.
     """
 
     inference_max_requests: int = flag(

@@ -31,9 +31,8 @@ NAMED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """Kernels.
-
-    How operations are computed; whatever is chosen computes the same function. Left out, the machine decides.
+    """Kernels. How operations are computed; whatever is chosen computes the same function. Left out, the machine
+    decides.
     """
 
     kernel: tuple[str, ...] = flag(

@@ -10,9 +10,8 @@ from megatron.core.config.flags import flag
 
 @dataclass(frozen=True, slots=True)
 class LowPrecisionConfig:
-    """Matrices of 8 and 4 bits.
-
-    The linear layers of transformer layers round what they multiply; everything else keeps the format of the run.
+    """Matrices of 8 and 4 bits. The linear layers of transformer layers round what they multiply; everything else
+    keeps the format of the run.
     """
 
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(

@@ -19,9 +19,8 @@ from megatron.core.config.settings.vision import VisionConfig
 
 @dataclass(frozen=True, slots=True)
 class PositionConfig:
-    """Positions.
-
-    How a token's place reaches the network: a learned table, rotations of queries and keys, or nothing.
+    """Positions. How a token's place reaches the network: a learned table, rotations of queries and keys, or
+    nothing.
     """
 
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = flag(
@@ -90,9 +89,8 @@ class PositionConfig:
 
 @dataclass(frozen=True, slots=True)
 class MLAConfig:
-    """Multi-head latent attention.
-
-    Keys and values are made of one small vector a token, and queries too if asked (DeepSeek-V2, 2024).
+    """Multi-head latent attention. Keys and values are made of one small vector a token, and queries too if asked
+    (DeepSeek-V2, 2024).
     """
 
     multi_latent_attention: bool = flag(
@@ -109,9 +107,8 @@ class MLAConfig:
 
 @dataclass(frozen=True, slots=True)
 class MTPConfig:
-    """Multi-token prediction.
-
-    More layers behind the last, each of which predicts one token further (DeepSeek-V3, 2024).
+    """Multi-token prediction. More layers behind the last, each of which predicts one token further (DeepSeek-V3,
+    2024).
     """
 
     mtp_num_layers: int | None = flag(None, "tokens predicted beyond the next one", role="network")
@@ -122,10 +119,7 @@ class MTPConfig:
 
 @dataclass(frozen=True, slots=True)
 class RequestedModel:
-    """Model.
-
-    The shape of the network. Sizes that are left out follow from the others.
-    """
+    """Model. The shape of the network. Sizes that are left out follow from the others."""
 
     num_layers: int | None = flag(None, "number of transformer layers", role="network")
     encoder_num_layers: int | None = flag(None, "T5: layers of the encoder; the same as --num-layers", role="network")

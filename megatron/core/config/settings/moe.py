@@ -12,10 +12,7 @@ Balance = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "no
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """Mixture of experts.
-
-    Layers whose MLP is many small ones, of which each token uses a few.
-    """
+    """Mixture of experts. Layers whose MLP is many small ones, of which each token uses a few."""
 
     num_experts: int | None = flag(None, "experts in each such layer; left out: none has any", role="network")
     moe_layer_freq: str = flag(

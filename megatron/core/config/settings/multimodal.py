@@ -10,11 +10,9 @@ from megatron.core.config.flags import flag
 
 @dataclass(frozen=True, slots=True)
 class MultimodalDataConfig:
-    """Conversations about images.
-
-    With an encoder of images, --data-path names LLaVA's JSON files: a list of {"image": PATH, "conversations": [{"from": "human",
-    "value": "<image>\\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]}; folders of Energon and YAML files that blend them; or pairs
-    that tools/preprocess_mmdata.py wrote.
+    """Conversations about images. With an encoder of images, --data-path names LLaVA's JSON files: a list of
+    {"image": PATH, "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, {"from": "gpt", "value":
+    "A cat."}]}; folders of Energon and YAML files that blend them; or pairs that tools/preprocess_mmdata.py wrote.
     """
 
     image_folder: str | None = flag(

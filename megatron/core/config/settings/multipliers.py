@@ -13,9 +13,8 @@ MIXER_PARTS, MLP_PARTS = ("z", "x", "B", "C", "dt"), ("gate", "output")
 
 @dataclass(frozen=True, slots=True)
 class MultiplierConfig:
-    """Multipliers.
-
-    Fixed factors of what parts of a network make (Yang et al., 2022, arXiv 2203.03466; Falcon-H1 has all of them). Left out, one.
+    """Multipliers. Fixed factors of what parts of a network make (Yang et al., 2022, arXiv 2203.03466; Falcon-H1
+    has all of them). Left out, one.
     """
 
     embedding_multiplier: float = flag(1.0, "factor of the embeddings", role="network")

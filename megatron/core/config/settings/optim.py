@@ -11,9 +11,8 @@ from megatron.core.config.settings.low_precision import LowPrecisionConfig
 
 @dataclass(frozen=True, slots=True)
 class PrecisionConfig:
-    """Precision.
-
-    Number formats of weights, gradients and the loss scale. Without --fp16 or --bf16 everything is fp32.
+    """Precision. Number formats of weights, gradients and the loss scale. Without --fp16 or --bf16 everything is
+    fp32.
     """
 
     fp16: bool = flag(False, "weights and activations in fp16, with a loss scale", role="training")
@@ -67,9 +66,8 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """Optimizer.
-
-    The update rule. Weight decay spares biases and other vectors; SGD's enters the momentum, all others' is decoupled.
+    """Optimizer. The update rule. Weight decay spares biases and other vectors; SGD's enters the momentum, all
+    others' is decoupled.
     """
 
     optimizer: Literal["adam", "sgd", "lion", "adafactor", "muon", "dist_muon"] = flag(
@@ -168,10 +166,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """Learning rate.
-
-    Warm-up, then a decay, as functions of the samples trained on.
-    """
+    """Learning rate. Warm-up, then a decay, as functions of the samples trained on."""
 
     lr: float | None = flag(None, "largest learning rate", role="training")
     min_lr: float = flag(0.0, "smallest learning rate", role="training")

@@ -19,10 +19,7 @@ def can_exchange_heads(size: int, heads: int, groups: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Parallelism.
-
-    How the ranks share the work. Whatever is left over after tensor and pipeline is data parallel.
-    """
+    """Parallelism. How the ranks share the work. Whatever is left over after tensor and pipeline is data parallel."""
 
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices", role="free")
     pipeline_model_parallel_size: int = flag(1, "ranks in a line, each with some of the layers", role="free")

@@ -17,10 +17,7 @@ from megatron.core.config.settings.parallel import ParallelConfig
 
 @dataclass(frozen=True, slots=True)
 class RequestedTraining:
-    """Training.
-
-    Batches, duration, evaluation and early exits.
-    """
+    """Training. Batches, duration, evaluation and early exits."""
 
     seq_length: int | None = flag(None, "tokens in one sample", role="data")
     encoder_seq_length: int | None = flag(
@@ -110,9 +107,8 @@ class TrainConfig(RequestedTraining):
 
 @dataclass(frozen=True, slots=True)
 class RecomputeConfig:
-    """Activation recomputation.
-
-    Trade compute for memory: drop activations in the forward pass and compute them again in the backward pass.
+    """Activation recomputation. Trade compute for memory: drop activations in the forward pass and compute them
+    again in the backward pass.
     """
 
     recompute_granularity: Literal["full", "selective"] | None = flag(
@@ -144,9 +140,8 @@ class RecomputeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ActivationOffloadConfig:
-    """Activation offloading.
-
-    Trade copies for memory: keep activations in CPU memory between the forward and the backward pass.
+    """Activation offloading. Trade copies for memory: keep activations in CPU memory between the forward and the
+    backward pass.
     """
 
     cpu_offloading_num_layers: int = flag(
@@ -168,10 +163,7 @@ class ActivationOffloadConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """Checkpoints.
-
-    Where the run's state goes and comes from. Any layout loads any other layout's checkpoint.
-    """
+    """Checkpoints. Where the run's state goes and comes from. Any layout loads any other layout's checkpoint."""
 
     save: str | None = flag(None, "folder for checkpoints", role="free")
     load: str | None = flag(None, "folder to resume from; empty is accepted only when it is also --save", role="free")
@@ -246,10 +238,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """Reports.
-
-    What is written, where, and how often.
-    """
+    """Reports. What is written, where, and how often."""
 
     log_interval: int = flag(100, "iterations between log lines", role="free")
     log_throughput: bool = flag(False, "model TFLOP/s and tokens/s in the log line", role="free")

@@ -73,10 +73,8 @@ _ACTIVATIONS = {"gelu_tanh": "openai_gelu", "quick_gelu": "quick_gelu"}  # our n
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """Images.
-
-    A vision transformer encodes images, a projector brings its output to the width of the language model, and the rows that
-    come out stand in the sequence in the place of image tokens (LLaVA, 2023).
+    """Images. A vision transformer encodes images, a projector brings its output to the width of the language
+    model, and the rows that come out stand in the sequence in the place of image tokens (LLaVA, 2023).
     """
 
     vision_model_type: VisionType | None = flag(
