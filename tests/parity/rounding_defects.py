@@ -69,7 +69,7 @@ ROUNDING: tuple[Defect, ...] = (
             ("tp2 sp dp2 fp8-gather overlap-gather", "fp8-blocks"),
             ("tp2 sp dp2 fp8-gather", "fp8-mx"),
         ),
-        ((fp8_param_gather, "collectives", collectives_with(all_reduce=_of_own_piece)),),
+        ((fp8_param_gather, "collectives", collectives_with(all_reduce_together=nothing)),),
     ),
     Defect(
         "a transposed weight is the first rounding, transposed",
