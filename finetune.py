@@ -12,7 +12,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
     PLACE = read_launch_info()
     ARGS, PREFERENCE = parse_preference_args(world_size=PLACE.size, speaks=PLACE.rank == 0)
 
-from megatron.preference.data import finetune_dataset_kind, preference_data_provider, with_epoch_iterations
+from megatron.preference.data import make_finetune_dataset_kind, preference_data_provider, with_epoch_iterations
 from megatron.preference.step import PreferenceStep
 from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
@@ -31,7 +31,7 @@ def datasets_provider(run: RunContext, counts: tuple[int, int | None, int]) -> D
 def main() -> None:
     """Initialize and train."""
     run = initialize_megatron(ARGS)
-    kind, learns_answers = finetune_dataset_kind(run, PREFERENCE), PREFERENCE.finetune_task == "sft"
+    kind, learns_answers = make_finetune_dataset_kind(run, PREFERENCE), PREFERENCE.finetune_task == "sft"
     step = forward_step if learns_answers else PreferenceStep(PREFERENCE)
     template = None if learns_answers else PREFERENCE.preference_prompt_format
     pretrain(

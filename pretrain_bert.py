@@ -21,7 +21,7 @@ import torch
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.blend import build_split_datasets
-from megatron.core.datasets.kinds import bert_dataset_kind
+from megatron.core.datasets.kinds import make_bert_dataset_kind
 from megatron.core.models.bert import BERTModel, BERTOutput
 from megatron.training.data.batch import Batch, Loss, LossFunction, mlm_and_pair_loss
 from megatron.training.entry import guarded_entry_point
@@ -33,7 +33,7 @@ from megatron.training.run import RunContext
 
 def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> Datasets:
     """Return training, validation and test datasets of text pairs with masked words. samples: needed of each."""
-    return build_split_datasets(run.config.data, bert_dataset_kind(run.config, run.tokenizer), samples)
+    return build_split_datasets(run.config.data, make_bert_dataset_kind(run.config, run.tokenizer), samples)
 
 
 def model_provider(run: RunContext, stage: StageSpec) -> BERTModel:

@@ -56,7 +56,7 @@ def forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> 
     """Run one microbatch through one stage. Return (message, or the loss of each token at the last; loss function)."""
     batch = next(batches)
     output = stage(
-        ids=batch.ids_and_images,
+        ids=batch.token_ids_with_images,
         hidden=batch.hidden,
         labels=batch.masked_labels,
         positions=batch.positions,

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from megatron.core.config.plan import StageSpec
 from megatron.core.datasets.blend import build_split_datasets
-from megatron.core.datasets.image_folder import image_folder_dataset_kind
+from megatron.core.datasets.image_folder import make_image_folder_dataset_kind
 from megatron.core.models.vision import ImageClassifierModel
 from megatron.training.data.batch import Batch, Loss, LossFunction
 from megatron.training.entry import guarded_entry_point
@@ -32,7 +32,7 @@ from megatron.training.run import RunContext
 
 def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> Datasets:
     """Return training, validation and test datasets of images. samples: needed of each."""
-    return build_split_datasets(run.config.data, image_folder_dataset_kind(run.config, run.tokenizer), samples)
+    return build_split_datasets(run.config.data, make_image_folder_dataset_kind(run.config, run.tokenizer), samples)
 
 
 def model_provider(run: RunContext, stage: StageSpec) -> ImageClassifierModel:

@@ -17,7 +17,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
 
 from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.datasets.blend import build_split_datasets
-from megatron.core.datasets.multimodal import Use, image_chat_dataset_kind
+from megatron.core.datasets.multimodal import Use, make_image_chat_dataset_kind
 from megatron.core.models.gpt import GPTModel
 from megatron.evaluation.online import build_online_evaluation
 from megatron.inference.eval_generate import generate_continuation_texts, read_image_questions
@@ -39,7 +39,7 @@ def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> 
     use: Use = "check" if any(stage.has_output for stage in stages) else "nothing"
     if any(stage.has_embedding for stage in stages):
         use = "pixels"
-    return build_split_datasets(run.config.data, image_chat_dataset_kind(run.config, run.tokenizer, use), samples)
+    return build_split_datasets(run.config.data, make_image_chat_dataset_kind(run.config, run.tokenizer, use), samples)
 
 
 def make_image_prompt_writer(run: RunContext) -> ImagePromptWriter:

@@ -87,7 +87,7 @@ def ours(folder: str, count: int) -> Iterator[np.ndarray]:
     sys.path.insert(0, str(ROOT))
     from megatron.core.config.settings.data import TokenizerConfig
     from megatron.core.datasets.blend import build_split_datasets
-    from megatron.core.datasets.multimodal import image_chat_dataset_kind
+    from megatron.core.datasets.multimodal import make_image_chat_dataset_kind
     from megatron.core.tokenizers.build import build_tokenizer
     from tests.helpers import tiny
 
@@ -97,7 +97,7 @@ def ours(folder: str, count: int) -> Iterator[np.ndarray]:
         data_path=(folder,), seq_length=LENGTH, max_position_embeddings=LENGTH,
     )  # fmt: skip
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="ByteTokenizer"))
-    data, _, _ = build_split_datasets(run.data, image_chat_dataset_kind(run, tokenizer), (None, 0, 0))
+    data, _, _ = build_split_datasets(run.data, make_image_chat_dataset_kind(run, tokenizer), (None, 0, 0))
     assert data is not None, "the folder has a training part"
     yield np.empty(0)  # headers are read once for all epochs: what follows is timed
     for index in range(len(data)):

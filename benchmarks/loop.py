@@ -54,9 +54,9 @@ def overhead(steps: int) -> None:
     from megatron.training.initialize import initialize_megatron
 
     inside, whole, data = [0.0], [0.0], [0.0]
-    step.run_rank_script, step.next_batch_or_data_error = (
+    step.run_rank_script, step.require_next_batch = (
         clocked(step.run_rank_script, inside),
-        clocked(step.next_batch_or_data_error, data),
+        clocked(step.require_next_batch, data),
     )
     once = loop.TrainingSession._run_iteration
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from megatron.core.config.flags import config_from_dict
+from megatron.core.config.flags import config_from_flat_dict
 from megatron.core.config.settings.run import RequestedRun
 from megatron.trust.simulate.dry_run import dry_run
 
@@ -97,7 +97,7 @@ def planned(name: str) -> Planned:
 def plan(name: str) -> dict[str, Any]:
     """Plan it here; the fields of `Planned`."""
     torch.set_num_threads(1)
-    config = config_from_dict(RequestedRun, {**_COMMON, **MODELS[name]}).resolve(RANKS)
+    config = config_from_flat_dict(RequestedRun, {**_COMMON, **MODELS[name]}).resolve(RANKS)
     config = replace(config, model=config.model.with_vocabulary(50257, config.parallel.tp))
     wall, cpu = time.perf_counter(), time.process_time()
     dry = dry_run(config, RANKS)

@@ -113,7 +113,7 @@ class LmEvalModelArgs:
         return parallel
 
 
-def split_model_args(given: Mapping[str, Any]) -> tuple[LmEvalModelArgs, dict[str, Any]]:
+def split_model_and_tokenizer_args(given: Mapping[str, Any]) -> tuple[LmEvalModelArgs, dict[str, Any]]:
     """Split `--model_args` into settings and the tokenizer's. `ConfigError` for unknown names or without load."""
     mine, theirs = ({field.name for field in dataclasses.fields(kind)} for kind in (LmEvalModelArgs, TokenizerConfig))
     strangers = [name for name in given if name not in mine | theirs]
@@ -134,7 +134,7 @@ class MegatronLM(TemplateLM):
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
-        self.settings, tokenizer = split_model_args(given)
+        self.settings, tokenizer = split_model_and_tokenizer_args(given)
         self._size = self.settings.batch_limits
         self.loaded = load_network(
             self.settings.load,

@@ -21,7 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.inference.forward_passes import run_forward_passes
+from megatron.inference.forward_passes import run_forward_pipeline
 from megatron.inference.sampling import SamplingParams, draw_tokens
 from megatron.training.checkpoint.inference_model import InferenceModel
 
@@ -267,7 +267,7 @@ def forward_batches(
         return output
 
     if batches:
-        run_forward_passes(stages, [(len(batch), length) for batch, length in zip(batches, lengths)], run_stage)
+        run_forward_pipeline(stages, [(len(batch), length) for batch, length in zip(batches, lengths)], run_stage)
 
 
 def _tqdm_on_first_rank(stages: Sequence[GPTModel], batches: Sequence[Any], title: str | None) -> tqdm:

@@ -25,7 +25,7 @@ from megatron.evaluation.vision_benchmarks import (
     BenchmarkQuestion,
     read_benchmark_questions,
     score_benchmark_answers,
-    write_benchmark_answers,
+    write_official_answer_file,
 )
 from megatron.inference.eval_generate import EvaluationPrompts, encode_image_question, generate_continuation_texts
 from megatron.inference.image_prompts import ImagePromptWriter
@@ -147,7 +147,7 @@ def build_online_evaluation(
         rows = list(zip(answers, questions, strict=True))
         if folder is not None and stages[0].build.mesh.world.is_first:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            write_benchmark_answers(config.task, rows, Path(folder) / f"{config.task}-{iteration:07d}.json")
+            write_official_answer_file(config.task, rows, Path(folder) / f"{config.task}-{iteration:07d}.json")
         return score_benchmark_answers(config.task, rows)
 
     return config.task, generate_and_score_answers

@@ -69,7 +69,7 @@ def _exact_match(answer: str, question: BenchmarkQuestion) -> float:
 def _mmmu_answer_score(answer: str, question: BenchmarkQuestion) -> float:
     """Return 1 if the chosen option, or the open answer, is right, else 0."""
     if not question.options:
-        return vision_metrics.open_answer_score(answer, question.references)
+        return vision_metrics.contains_reference_score(answer, question.references)
     return float(vision_metrics.parse_chosen_option(answer, question.options) in question.references)
 
 
@@ -266,7 +266,7 @@ def score_benchmark_answers(task: str, rows: Scored) -> dict[str, float]:
     return {name: 100 * score(rows) for name, score in BENCHMARKS[task].scores.items()}
 
 
-def write_benchmark_answers(task: str, rows: Scored, path: Path) -> None:
+def write_official_answer_file(task: str, rows: Scored, path: Path) -> None:
     """Write answers to `path` in the format that the benchmark's official program reads."""
     names = BENCHMARKS[task].result
     content: Any = (

@@ -111,7 +111,7 @@ def parse_chosen_option(answer: str, options: Mapping[str, str]) -> str | None:
     return last if places[last] >= 0 else None
 
 
-def open_answer_score(answer: str, references: Sequence[str]) -> float:
+def contains_reference_score(answer: str, references: Sequence[str]) -> float:
     """Return 1 if the answer contains a reference (a number rounded to two places, or a text), else 0."""
     text = answer.lower().replace(",", "")
     numbers = {round(float(one), 2) for one in re.findall(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", text)}

@@ -47,7 +47,7 @@ def beam_search(
     running: list[tuple[Ids, float]] = [((), 0.0)]
     ended: list[Beam] = []
     for length in range(1, num_tokens + 1):
-        scores = _top_next_logprobs(ask, prompt, [ids for ids, _ in running], 2 * width)
+        scores = _request_top_next_logprobs(ask, prompt, [ids for ids, _ in running], 2 * width)
         steps = sorted(
             (
                 (before + logprob, place, token)
@@ -76,7 +76,9 @@ def _no_beam_can_improve(ended: Sequence[Beam], width: int, best: float, length:
     return len(ended) == width and ended[-1].score >= best / length**penalty
 
 
-def _top_next_logprobs(ask: Ask, prompt: Ids, texts: Sequence[Ids], count: int) -> list[tuple[tuple[int, float], ...]]:
+def _request_top_next_logprobs(
+    ask: Ask, prompt: Ids, texts: Sequence[Ids], count: int
+) -> list[tuple[tuple[int, float], ...]]:
     """Return the `count` likeliest (id, log-probability) after each text. Raises `BeamFailed`."""
     replies = ask(
         [

@@ -94,7 +94,7 @@ class BlockAllocator:
             self._unused[block] = True
             (self._cached if block in self._content else self._free)[block] = None
 
-    def share_cached_prefix_blocks(self, ids: Sequence[int], content: bytes = b"") -> list[int]:
+    def take_cached_prefix_blocks(self, ids: Sequence[int], content: bytes = b"") -> list[int]:
         """Return the blocks of the longest cached prefix of `ids`, now shared with the sequence. At least the last
         token is left to compute.
         content: hash of what precedes the first token (the adapter), as in the first call of `cache_full_blocks`.

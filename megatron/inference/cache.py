@@ -202,7 +202,7 @@ class StepKVCache:
         self._new = _concat_outputs([*new, *nowhere])
         self.positions = _concat_outputs([*(at.reshape(-1) for at in places), *nowhere])
 
-    def depth_inputs(self) -> Tensor:
+    def mtp_input_hidden_states(self) -> Tensor:
         """Return the hidden states that this pass's depth reads of its tokens, [t, 1, h]."""
         return self._pool.states[self._depth - 1].index_select(0, self._new)[:, None]
 

@@ -159,11 +159,11 @@ class EncoderDecoderEngine:
         """Answer requests; replies in the order of the requests."""
         replies: dict[int, GenerationReply] = {}
 
-        def collect_reply(event: GenerationEvent) -> None:
+        def collect_generation_reply(event: GenerationEvent) -> None:
             assert event.reply is not None, "all comes at once"
             replies[event.ticket] = event.reply
 
-        tickets = [self.submit(request, collect_reply) for request in requests]
+        tickets = [self.submit(request, collect_generation_reply) for request in requests]
         while self.step():
             pass
         return [replies[ticket] for ticket in tickets]
@@ -197,7 +197,7 @@ class EncoderDecoderEngine:
         """Decode these requests together; return their replies."""
         replies: dict[int, GenerationReply] = {}
 
-        def collect_reply(event: GenerationEvent) -> None:
+        def collect_generation_reply(event: GenerationEvent) -> None:
             if event.reply is not None:
                 replies[event.ticket] = event.reply
 
@@ -206,7 +206,7 @@ class EncoderDecoderEngine:
             SequenceState(
                 number,
                 replace(request, prompt=(self._start,)),
-                collect_reply,
+                collect_generation_reply,
                 self.tokenizer,
                 ends={*request.stop_ids, *(() if request.ignore_eod else (end,))},
             )

@@ -34,7 +34,7 @@ from megatron.inference.recurrent_states import (
     StatePool,
     StateSlotAllocator,
     StateSlotsOfSequence,
-    num_slots_for,
+    num_recurrent_state_slots,
     recurrent_state_bytes,
 )
 from megatron.inference.requests import (
@@ -73,7 +73,7 @@ class Engine:
         records_routes: bool = False,
     ) -> None:
         build = stages[0].build
-        config = engine_setup.config_for_route_recording(config, records_routes)
+        config = engine_setup.config_without_caching_and_graphs(config, records_routes)
         self.model, self.mesh, self.config, self.tokenizer = build.model, build.mesh, config, tokenizer
         self.image_prompts: ImagePromptWriter | None = None  # of a network that reads images, set by who loads it
         raise_config_error_if([*config.problems(), *engine_setup.engine_setting_problems(stages, config, draft)])
@@ -97,7 +97,7 @@ class Engine:
             for part, depths in parts
         ]
         if snapshots is not None:
-            slots = num_slots_for(config.inference_max_requests, config.num_speculative_tokens, snapshots)
+            slots = num_recurrent_state_slots(config.inference_max_requests, config.num_speculative_tokens, snapshots)
             networks[0].state_pool = StatePool(stages, slots, RecurrentStateDtypes.from_config(config))
         self.runner = ModelRunner(networks)
         networks[0].recorder = ExpertChoiceRecorder(stages) if records_routes else None
@@ -246,7 +246,7 @@ class Engine:
         """Run requests to their end; replies in their order. Other requests of the engine go on meanwhile."""
         replies: dict[int, GenerationReply] = {}
 
-        def collect_reply(event: GenerationEvent) -> None:
+        def collect_generation_reply(event: GenerationEvent) -> None:
             if event.reply is not None:
                 replies[event.ticket] = event.reply
 
@@ -255,7 +255,7 @@ class Engine:
         while left or any(ticket not in replies for ticket in tickets):
             while left:
                 try:
-                    tickets.append(self.submit(left[0], collect_reply))
+                    tickets.append(self.submit(left[0], collect_generation_reply))
                 except EngineBusyError:
                     break
                 left.popleft()
@@ -430,7 +430,7 @@ class Engine:
     def _try_admit_request(self, one: SequenceState, replica: int, budget: int) -> bool:
         """Admit a request and its cached prefix if all of it fits; return whether. budget: the step's tokens left."""
         blocks = self.allocators[replica]
-        beginning = [] if one.request.prompt_logprobs else blocks.share_cached_prefix_blocks(one.ids, one.hash_root)
+        beginning = [] if one.request.prompt_logprobs else blocks.take_cached_prefix_blocks(one.ids, one.hash_root)
         mark: bytes | None = None
         if self.slots:
             marks = blocks.block_hashes(one.ids, one.hash_root)[: len(beginning)]

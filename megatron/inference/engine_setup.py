@@ -147,7 +147,7 @@ def num_cache_blocks(parts: Sequence[tuple[Sequence[GPTModel], int]], config: In
     return max(count, longest) + 1
 
 
-def config_for_route_recording(config: InferenceConfig, records: bool) -> InferenceConfig:  # noqa: FBT001
+def config_without_caching_and_graphs(config: InferenceConfig, records: bool) -> InferenceConfig:  # noqa: FBT001
     """With `records`, turn prefix caching and CUDA graphs off, so that all tokens pass the routers."""
     if not records:
         return config

@@ -136,11 +136,11 @@ def read_prompts(
     `ConversationEncoder`) of lines that are objects with "messages"; None: all lines are text.
     """
     encoder, lines = None, _lines_with_location(path, "prompts")
-    if template is not None and any(_is_conversation(line) for _, line in lines):
+    if template is not None and any(_is_json_object_line(line) for _, line in lines):
         try:
             encoder = ConversationEncoder(tokenizer, template)
         except ConfigError as error:
-            where = next(where for where, line in lines if _is_conversation(line))
+            where = next(where for where, line in lines if _is_json_object_line(line))
             raise ConfigError(f"{where} is a conversation: {error}") from error
     stop_ids, stop_words = ((), ()) if encoder is None else encoder.answer_end_ids_and_texts()
     prompts = [_encode_prompt_line(line, where, tokenizer, encoder) for where, line in lines]
@@ -167,7 +167,7 @@ def _lines_with_location(path: str, noun: str) -> list[tuple[str, str]]:
     return numbered
 
 
-def _is_conversation(line: str) -> bool:
+def _is_json_object_line(line: str) -> bool:
     return line.lstrip().startswith("{")
 
 
@@ -176,7 +176,7 @@ def _encode_prompt_line(
 ) -> tuple[str, Ids]:
     """Return (text to show, ids) of a line; `ConfigError` if it is neither text nor, with an encoder, a conversation."""
     try:
-        if encoder is None or not _is_conversation(line):
+        if encoder is None or not _is_json_object_line(line):
             return line, tuple(prompt_ids(tokenizer, line))
         messages = json.loads(line)["messages"]
         return str(messages[-1]["content"]), tuple(encoder.encode_prompt(messages))

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.transfers import RankScript, build_rank_scr
 RunStage = Callable[[GPTModel, int, Tensor | None], Any]
 
 
-def run_forward_passes(stages: Sequence[GPTModel], shapes: Sequence[tuple[int, int]], run_stage: RunStage) -> None:
+def run_forward_pipeline(stages: Sequence[GPTModel], shapes: Sequence[tuple[int, int]], run_stage: RunStage) -> None:
     """Run every microbatch through all pipeline stages. Collective over the pipeline.
 
     stages: this rank's. shapes: (rows, length) of each microbatch. run_stage: called with a stage, the number of a
@@ -38,7 +38,7 @@ def _forward_only_script(pp: int, vpp: int, microbatches: int, placement: Placem
 
 @dataclass(frozen=True, slots=True)
 class _ForwardOnlyWork:
-    """The `PipelineWork` of `run_forward_passes`."""
+    """The `PipelineWork` of `run_forward_pipeline`."""
 
     stages: Sequence[GPTModel]
     shapes: Sequence[tuple[int, int]]
@@ -65,5 +65,5 @@ class _ForwardOnlyWork:
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
         """Never called: the plan has no backward passes."""
 
-    def reduce_gradients(self, stage: int) -> None:
+    def start_gradient_reduction(self, stage: int) -> None:
         """Never called: the plan has no reductions."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.flags import config_from_dict
+from megatron.core.config.flags import config_from_flat_dict
 from megatron.core.config.settings.data import SFTDataConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.multimodal import MultimodalDataConfig
@@ -48,7 +48,10 @@ class ImagePromptWriter:
         model: ModelConfig, tokenizer: Tokenizer, settings: Mapping[str, Any], format: str | None = None
     ) -> ImagePromptWriter:
         """Return a writer as in the training that `settings` describe. format: of conversations, if another."""
-        data, chat = config_from_dict(MultimodalDataConfig, settings), config_from_dict(SFTDataConfig, settings)
+        data, chat = (
+            config_from_flat_dict(MultimodalDataConfig, settings),
+            config_from_flat_dict(SFTDataConfig, settings),
+        )
         encoder = ConversationEncoder(tokenizer, format or chat.sft_tokenizer_prompt_format)
         writer = ImageConversationEncoder(
             encoder, build_image_token_layout(model, data, tokenizer), plain=chat.sft_tokenizer_prompt_format == "plain"
@@ -63,7 +66,7 @@ class ImagePromptWriter:
         conversation, and `ImageError` for a file that cannot be used.
         """
         parts = [self._cached_image_tiles(file) for file in files]
-        ids = self.writer.encode_prompt(messages, [tile_grid_of_image_bytes(file, self.options) for file in files])
+        ids = self.writer.encode_prompt_ids(messages, [tile_grid_of_image_bytes(file, self.options) for file in files])
         images = np.concatenate([empty_image_batch(self.options), *parts])
         is_slot = ids == SLOT
         slots = np.where(is_slot, np.cumsum(is_slot) - 1, -1)

@@ -35,7 +35,7 @@ from megatron.inference.cache import (
 )
 from megatron.inference.cuda_graphs import DecodingGraphs, GraphShape, write_sampled_ids
 from megatron.inference.expert_choice_recorder import ExpertChoiceRecorder, Routes, outputs_with_expert_choices
-from megatron.inference.forward_passes import run_forward_passes
+from megatron.inference.forward_passes import run_forward_pipeline
 from megatron.inference.recurrent_states import StatePool, StepStateSlots
 from megatron.inference.sampled_tokens import SampledTokens, sample_next_tokens
 from megatron.inference.step_input import PromptImages, SequenceInput, SequenceStepOutput, StepInput
@@ -48,12 +48,12 @@ def _on_all_ranks(method: Method) -> Method:
     """Let a method that the leader calls run on all ranks, where the others are in `run_as_follower`."""
 
     @wraps(method)
-    def call_on_all_ranks(self: ModelRunner, *arguments: Any) -> Any:
+    def broadcast_call_and_run(self: ModelRunner, *arguments: Any) -> Any:
         if self.is_leader:
             collectives.broadcast_object((method.__name__, *arguments), self.mesh.world)
         return method(self, *arguments)
 
-    return cast(Method, call_on_all_ranks)
+    return cast(Method, broadcast_call_and_run)
 
 
 def cached_layers(stages: Sequence[GPTModel], depths: int) -> tuple[tuple[LayerPlan, ...], int]:
@@ -119,7 +119,7 @@ class CachedNetwork:
         self.sampled_before = torch.zeros(0, dtype=torch.int64, device=self.mesh.device)  # that the last pass sampled
         self._image_rows: OrderedDict[bytes, Tensor] = OrderedDict()  # of the images that were encoded last
 
-    def attach_image_embeddings(self, ids: Tensor, rows: Sequence[SequenceInput]) -> Tensor | IdsWithImages:
+    def ids_with_image_embeddings(self, ids: Tensor, rows: Sequence[SequenceInput]) -> Tensor | IdsWithImages:
         """Return the ids [1, t] of a pass with the encoded images of its rows; the ids alone without images."""
         image_input = self.stages[0].image_input
         if image_input is None or all(row.images is None for row in rows):
@@ -173,7 +173,7 @@ class CachedNetwork:
                 _InferenceMicrobatch(self, replicas[self.mesh.dp.rank], self._padded_length(replicas))
                 for replicas in shared
             ]
-            run_forward_passes(self.stages, [(1, step.length) for step in steps], partial(self._run_stage, steps))
+            run_forward_pipeline(self.stages, [(1, step.length) for step in steps], partial(self._run_stage, steps))
             self._collect_expert_choices(steps)
             sampled = [step.sampled for step in steps]
         if len(sampled) == 1:
@@ -186,7 +186,7 @@ class CachedNetwork:
         """Run one stage on one microbatch; the last stage samples."""
         step = steps[microbatch]
         self.adapters.select_adapters(step.of_token, step.adapters)
-        ids = self.attach_image_embeddings(step.ids, step.rows) if chunk.stage.has_embedding else step.ids
+        ids = self.ids_with_image_embeddings(step.ids, step.rows) if chunk.stage.has_embedding else step.ids
         if self.recorder is not None:
             self.recorder.start(chunk)
         output = chunk(ids=ids, hidden=hidden, positions=step.positions, cache=step.cache)
@@ -237,7 +237,9 @@ class CachedNetwork:
             return []
         step = _InferenceMicrobatch(self, rows_of_all[self.mesh.dp.rank], self._padded_length(rows_of_all), depth)
         self.adapters.select_adapters(None)  # what is proposed is verified with them
-        _, logits = stage.decode_mtp_depth(depth, step.cache.depth_inputs(), step.ids, step.positions, step.cache)
+        _, logits = stage.decode_mtp_depth(
+            depth, step.cache.mtp_input_hidden_states(), step.ids, step.positions, step.cache
+        )
         if len(step.logit_positions):
             step.sample_tokens(self, logits)
         return step.sampled.collect()

@@ -77,7 +77,7 @@ def recurrent_state_bytes(stages: Iterable[nn.Module], formats: RecurrentStateDt
     return sum(part.nbytes for mixer in stateful_mixers(stages) for part in formats.new_zero_states(mixer, 1))
 
 
-def num_slots_for(texts: int, drafts: int, snapshots: int) -> int:
+def num_recurrent_state_slots(texts: int, drafts: int, snapshots: int) -> int:
     """Return the number of slots for so many running sequences, draft tokens of each, and snapshots."""
     return _FIRST + texts * (1 + drafts) + snapshots
 

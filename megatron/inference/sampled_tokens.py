@@ -109,7 +109,7 @@ def _sampled_ids(rows: Sequence[SequenceInput], logits: Tensor) -> Tensor:
             )
             places.append(place)
             before = row.ids[: len(row.ids) - row.num_logits + len(row.targets) + step + 1]
-            if (scores := _penalized_logits(row.sampling_state, logits[place], before, step)) is not None:
+            if (scores := _logits_with_penalty_and_bans(row.sampling_state, logits[place], before, step)) is not None:
                 changed.append((len(places) - 1, scores))
         start += row.num_logits
     if not places:
@@ -129,7 +129,9 @@ def _upload_indices(numbers: Sequence[int], device: torch.device) -> Tensor:
     return devices.copy_arrays_to_device([np.array(numbers, np.int64)], device)[0]
 
 
-def _penalized_logits(sampling_state: SamplingState, logits: Tensor, before: Sequence[int], step: int) -> Tensor | None:
+def _logits_with_penalty_and_bans(
+    sampling_state: SamplingState, logits: Tensor, before: Sequence[int], step: int
+) -> Tensor | None:
     """Return the logits [v] after repetition penalty and banned successors, or None if these change nothing.
     before: the row's ids up to this position, of which the last `step` are not in `sampling_state.seen`.
     """

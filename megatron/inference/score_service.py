@@ -72,7 +72,7 @@ class ScoreService(ServiceThread):
             finished={"score": self._texts},
         )
 
-    def _work(self) -> bool:
+    def _serve_once(self) -> bool:
         """Score the calls that wait, as many as go together."""
         calls = self._take_queued_calls()
         if calls:

@@ -204,7 +204,9 @@ class SequenceState:
         if self.states is not None and not drafts:
             self.states.finish_pass(0)
         self._routes[row.start :] = output.routes[:count]
-        tokens = [TokenLogprob(token, *_output_logprobs_at(output, place)) for place, token in enumerate(output.ids)]
+        tokens = [
+            TokenLogprob(token, *_logprob_and_top_tokens_at(output, place)) for place, token in enumerate(output.ids)
+        ]
         self._prompt_scores += tokens[: len(row.targets)]
         accepted = 0
         if row.start + count == len(self.ids):
@@ -282,6 +284,8 @@ class SequenceState:
         )
 
 
-def _output_logprobs_at(output: SequenceStepOutput, place: int) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+def _logprob_and_top_tokens_at(
+    output: SequenceStepOutput, place: int
+) -> tuple[float | None, tuple[tuple[int, float], ...]]:
     """Return (log-probability, likeliest tokens) at an index of a step's output, as far as they were requested."""
     return output.logprobs[place] if output.logprobs else None, output.top[place] if output.top else ()

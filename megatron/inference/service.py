@@ -119,7 +119,7 @@ class EngineService(ServiceThread):
         streams = [self.submit(request) for request in requests]
         return [stream.wait_for_reply() for stream in streams]
 
-    def _work(self) -> bool:
+    def _serve_once(self) -> bool:
         """Step the engine; capture graphs while it is idle."""
         while self._calls:
             self._calls[0][0]()

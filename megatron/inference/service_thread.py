@@ -56,7 +56,7 @@ class ServiceThread(ABC):
         """Whether nothing waits and nothing runs."""
 
     @abstractmethod
-    def _work(self) -> bool:
+    def _serve_once(self) -> bool:
         """Do the next piece of work; False if there was none."""
 
     @abstractmethod
@@ -102,7 +102,7 @@ class ServiceThread(ABC):
             while not self._ending:
                 if self._liveness.lost_rank_text:
                     raise ServiceStoppedError(self._liveness.lost_rank_text)
-                if self._work():
+                if self._serve_once():
                     continue
                 if not self._news.wait(_HEARTBEAT_SECONDS):
                     self._heartbeat()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.dataset_protocols import DatasetKind
-from megatron.core.datasets.kinds import gpt_dataset_kind
+from megatron.core.datasets.kinds import make_gpt_dataset_kind
 from megatron.core.parallel import collectives
 from megatron.core.transformer.adapters import without_adapters
 from megatron.preference.dataset import PreferenceDatasetKind
@@ -33,11 +33,11 @@ from megatron.training.run import RunContext
 from megatron.training.trainer import Trainer
 
 
-def finetune_dataset_kind(run: RunContext, config: PreferenceConfig) -> DatasetKind:
+def make_finetune_dataset_kind(run: RunContext, config: PreferenceConfig) -> DatasetKind:
     """Return the dataset kind of the task: conversations (sft), or rows of answers."""
     train, data = run.config.train, run.config.data
     if config.finetune_task == "sft":
-        return gpt_dataset_kind(data, sequence_length=train.seq_length, seed=train.seed, tokenizer=run.tokenizer)
+        return make_gpt_dataset_kind(data, sequence_length=train.seq_length, seed=train.seed, tokenizer=run.tokenizer)
     return PreferenceDatasetKind(run.tokenizer, config.preference_prompt_format, train.seq_length, train.seed, config)
 
 

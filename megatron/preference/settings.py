@@ -139,7 +139,7 @@ def preference_config_problems(config: PreferenceConfig, run: RunConfig, given: 
         yield "--lora-rank freezes the head that scores; add --lora-modules-to-save score.weight"
     if run.train.eval_generate and task == "reward":
         yield "--eval-generate: a reward model writes no texts; leave it out"
-    yield from _incompatible_run_settings(run)
+    yield from _preference_training_problems(run)
 
 
 def _epoch_problems(config: PreferenceConfig, given: Collection[str]) -> Iterator[str]:
@@ -205,7 +205,7 @@ def _reference_problems(config: PreferenceConfig, run: RunConfig) -> Iterator[st
         yield "--preference-reference-cache keeps what a checkpoint says; give that with --pretrained-checkpoint"
 
 
-def _incompatible_run_settings(run: RunConfig) -> Iterator[str]:
+def _preference_training_problems(run: RunConfig) -> Iterator[str]:
     """Yield what in the run's settings does not allow training on answers."""
     if run.data.chat.sft or run.data.mock_data:
         yield "answers are read from the files of --data-path; leave out --sft and --mock-data"

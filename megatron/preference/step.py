@@ -94,7 +94,7 @@ class PackedAnswers:
         references = self.sum_extra_per_answer("reference") if reference else tuple(map(torch.zeros_like, logprobs))
         return tuple(map(AnswerLogprobs, logprobs, references, tokens))
 
-    def sum_losses_and_figures(self, losses: Tensor, figures: dict[str, Tensor]) -> Loss:
+    def sum_per_row_losses_and_figures(self, losses: Tensor, figures: dict[str, Tensor]) -> Loss:
         """Return (sum over rows, number of rows, figures to log). losses, figures: [n]."""
         count = self._here.sum().to(self._dtype)
         report = {name: torch.stack((values.detach().to(self._dtype).sum(), count)) for name, values in figures.items()}
@@ -125,7 +125,7 @@ def pair_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch,
         "rejected reward": rewards[1],
         "chosen logprob": chosen.mean_logprob,
     }
-    return answers.sum_losses_and_figures(losses, figures)
+    return answers.sum_per_row_losses_and_figures(losses, figures)
 
 
 def kto_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, context: Axis) -> Loss:
@@ -140,7 +140,7 @@ def kto_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, 
     losses = kto_loss(scores, desirable, batch.extras["divergence"].to(scores.logprob.dtype), config)
     above = scores.log_ratio.detach() > batch.extras["divergence"].to(scores.log_ratio.dtype)
     figures = {"preference loss": losses, "preference accuracy": above == (desirable > 0)}
-    total, count, report = answers.sum_losses_and_figures(losses, figures)
+    total, count, report = answers.sum_per_row_losses_and_figures(losses, figures)
     reward = config.preference_beta * scores.log_ratio.detach()
     for name, which in (("chosen reward", desirable > 0), ("rejected reward", desirable <= 0)):
         report[name] = torch.stack((reward[which].sum(), which.sum().to(reward.dtype)))
@@ -160,7 +160,7 @@ def reward_step_loss(config: PreferenceConfig, values: Tensor, batch: Batch, con
         "chosen reward": chosen,
         "rejected reward": rejected,
     }
-    return answers.sum_losses_and_figures(losses, figures)
+    return answers.sum_per_row_losses_and_figures(losses, figures)
 
 
 LOSSES = {"dpo": pair_step_loss, "kto": kto_step_loss, "reward": reward_step_loss}

@@ -162,11 +162,11 @@ def split_mesh_builder(
     place: launch info with all ranks of the job. jobs: the `SplitMeshJob` is appended to it.
     """
 
-    def build_rank_mesh_and_config(config: RunConfig, device: torch.device) -> tuple[Mesh, RunConfig]:
+    def build_split_rank_mesh_and_config(config: RunConfig, device: torch.device) -> tuple[Mesh, RunConfig]:
         parallel = config.parallel
         init_default_process_group(parallel, place, device)
         generating = generation_run_config(config, rl.inference_parallel_sizes)
         jobs.append(SplitMeshJob.build(parallel, generating.parallel, device, last_ranks=rl.rl_generation_ranks))
         return jobs[0].mesh, generating if place.rank >= jobs[0].training else config
 
-    return build_rank_mesh_and_config
+    return build_split_rank_mesh_and_config

@@ -26,7 +26,7 @@ def memory_beside_policy(rl: RLConfig, run: RunConfig, world_size: int) -> Mappi
 
     The KV cache is there while rollouts are sampled; activations are not.
     """
-    ranks = _memory_by_rank(run, world_size, trains=False)
+    ranks = _memory_by_pipeline_rank(run, world_size, trains=False)
     weights = BYTES[run.precision.param_dtype_name] * max(rank.parameters for rank in ranks)
     parts: dict[str, float] = {"reference": weights} if reference_checkpoint_path(rl, run) else {}
     if ALGORITHMS[rl.rl_algorithm].has_critic:
@@ -42,7 +42,7 @@ def generation_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[
     generating = generation_run_config(run, rl.inference_parallel_sizes) if rl.needs_network_copy(run) else run
     replicas = generating.parallel.data_parallel_size(own or world_size)
     if rl.needs_network_copy(run):
-        copies = _memory_by_rank(generating, own or world_size, trains=False)
+        copies = _memory_by_pipeline_rank(generating, own or world_size, trains=False)
         name = "network that generates" if own else "copy that generates"
         parts[name] = BYTES[run.precision.param_dtype_name] * max(rank.parameters for rank in copies)
     together = min(TOGETHER, -(-rl.rollouts_per_round * (1 + rl.generation_lag * rl.rl_partial_rollouts) // replicas))
@@ -60,11 +60,11 @@ def generation_rank_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Map
     return generation_memory(rl, run, world_size) if rl.rl_generation_ranks else {}
 
 
-def rank_roles_and_memory_lines(rl: RLConfig, run: RunConfig, world_size: int, hosts: Sequence[str]) -> list[str]:
+def train_and_generation_rank_lines(rl: RLConfig, run: RunConfig, world_size: int, hosts: Sequence[str]) -> list[str]:
     """Return lines on which ranks train and generate, their layout and memory. world_size: ranks that train.
     hosts: of all ranks.
     """
-    ranks = _memory_by_rank(run, world_size)
+    ranks = _memory_by_pipeline_rank(run, world_size)
     training = {"policy in training": max(rank.total for rank in ranks), **memory_beside_policy(rl, run, world_size)}
     generating = generation_run_config(run, rl.inference_parallel_sizes)
     return [
@@ -75,7 +75,7 @@ def rank_roles_and_memory_lines(rl: RLConfig, run: RunConfig, world_size: int, h
     ]
 
 
-def _memory_by_rank(run: RunConfig, world_size: int, *, trains: bool = True) -> tuple[RankMemory, ...]:
+def _memory_by_pipeline_rank(run: RunConfig, world_size: int, *, trains: bool = True) -> tuple[RankMemory, ...]:
     """Estimate the memory of each pipeline rank. trains: with the microbatches of a step, not one."""
     dp = run.parallel.data_parallel_size(world_size)
     count = (run.train.global_batch_size or 1) // (run.train.micro_batch_size * dp) if trains else 1
@@ -105,9 +105,9 @@ def _ranks_by_host_text(hosts: Sequence[str], ranks: range) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 
 
-def lower_bound_of_rank_memory(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
+def fullest_rank_min_memory_by_part(rl: RLConfig, run: RunConfig, world_size: int) -> Mapping[str, float]:
     """Estimate the least bytes that the fullest rank needs, by part: in training or in generation, whichever is more."""
-    ranks = _memory_by_rank(run, world_size)
+    ranks = _memory_by_pipeline_rank(run, world_size)
     fullest = max(ranks, key=lambda rank: rank.total)
     beside = dict(memory_beside_policy(rl, run, world_size))
     cache = beside.pop("keys and values", 0.0)
@@ -125,7 +125,7 @@ def lower_bound_of_rank_memory(rl: RLConfig, run: RunConfig, world_size: int) ->
 
 def memory_problem(rl: RLConfig, run: RunConfig, world_size: int, memory: float) -> str:
     """Return a message if a rank needs more than its device's `memory` bytes, else ""."""
-    parts = lower_bound_of_rank_memory(rl, run, world_size)
+    parts = fullest_rank_min_memory_by_part(rl, run, world_size)
     if sum(parts.values()) <= memory:
         return ""
     return (

@@ -47,7 +47,7 @@ from megatron.rl.planned_memory import (
     memory_beside_policy,
     memory_parts_text,
     memory_problem,
-    rank_roles_and_memory_lines,
+    train_and_generation_rank_lines,
 )
 from megatron.rl.policy_step import PolicyForwardStep, compute_logprobs_and_values
 from megatron.rl.refit import GenerationNetworkCopy
@@ -116,7 +116,7 @@ class PolicyData(StepHooks):
                 "--rl-offload-optimizer-during-inference moves nothing: this run's memory is the CPU's already"
             )
         if isinstance(self._generator, GenerationRanks):
-            for line in rank_roles_and_memory_lines(
+            for line in train_and_generation_rank_lines(
                 rl, self.run.config, self.run.mesh.world.size, self._generator.hosts
             ):
                 self.run.print_rank_0(line)

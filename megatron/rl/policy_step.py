@@ -27,7 +27,7 @@ from megatron.training.trainer import ModelProvider, Trainer
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyLoss:
+class PolicyLossFunction:
     """The loss of --rl-algorithm. has_old, has_reference: whether batches hold those log-probabilities; context: the axis of cut sequences."""
 
     config: RLConfig
@@ -169,7 +169,7 @@ class PolicyForwardStep:
             entropy, stage.output_layer.entropy = stage.output_layer.entropy, None
         if isinstance(stage, ActorCritic):
             output = (output, stage.critic(hidden=None if batch.message is None else batch.message[-1], **inputs))
-        loss = PolicyLoss(self.rl, run.mesh.cp, self.has_old_logprobs, self.rl.grpo_kl_beta != 0)
+        loss = PolicyLossFunction(self.rl, run.mesh.cp, self.has_old_logprobs, self.rl.grpo_kl_beta != 0)
 
         def loss_of_output(output: Any) -> Loss:
             token_losses, values = output if isinstance(output, tuple) else (output, None)

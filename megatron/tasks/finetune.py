@@ -316,11 +316,11 @@ def predict_samples(trainer: Trainer, samples: Samples) -> list[Prediction]:
         batch = next(batches)
         output, loss = classifier_forward_step(run, iter((batch,)), stage)
 
-        def collect_scores_and_loss(scores: Tensor) -> Loss:
+        def record_scores_and_return_loss(scores: Tensor) -> Loss:
             rows.update(zip(batch.extras["index"][:, 0].tolist(), map(tuple, scores.detach().float().tolist())))
             return loss(scores)
 
-        return output, collect_scores_and_loss
+        return output, record_scores_and_return_loss
 
     ordinary, trainer.forward_step = trainer.forward_step, collecting_forward_step
     batches = single_pass_microbatches(

@@ -32,7 +32,7 @@ class TextPairTokenizer:
                 "BertWordPieceLowerCase has them"
             )
 
-    def ids_without_special_tokens(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_texts_without_specials(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text without special tokens; `encode_pair` adds [CLS] and [SEP]."""
         return [ids.tolist() for ids in encode_without_special_tokens(self.tokenizer, texts)]
 
@@ -63,8 +63,8 @@ class PairSamples:
 
     def __init__(self, texts: Sequence[GlueSample], encoder: TextPairTokenizer, *, numbers: bool = False) -> None:
         self.texts, self.encoder, self._numbers = texts, encoder, numbers
-        firsts = encoder.ids_without_special_tokens([text.first for text in texts])
-        seconds = encoder.ids_without_special_tokens([text.second or "" for text in texts])
+        firsts = encoder.encode_texts_without_specials([text.first for text in texts])
+        seconds = encoder.encode_texts_without_specials([text.second or "" for text in texts])
         self._ids = list(zip(firsts, seconds))
         special = 2 if texts and texts[0].second is None else 3
         self.cut = [
@@ -100,8 +100,8 @@ class MultipleChoiceSamples:
     def __init__(self, questions: Sequence[RaceQuestion], encoder: TextPairTokenizer) -> None:
         self.texts, self.encoder = questions, encoder
         articles = list(dict.fromkeys(question.article for question in questions))
-        self._articles = dict(zip(articles, encoder.ids_without_special_tokens(articles)))
-        flat = encoder.ids_without_special_tokens([answer for question in questions for answer in question.answers])
+        self._articles = dict(zip(articles, encoder.encode_texts_without_specials(articles)))
+        flat = encoder.encode_texts_without_specials([answer for question in questions for answer in question.answers])
         self._answers, at = [], 0
         for question in questions:
             self._answers.append([ids[:MOST_QUESTION_TOKENS] for ids in flat[at : at + len(question.answers)]])

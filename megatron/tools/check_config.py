@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.tokenizers.build import expected_vocab_size
-from megatron.tools.parser import ToolArgumentParser, add_world_size_and_entry, parse_options_and_run_words
+from megatron.tools.parser import ToolArgumentParser, add_world_size_and_entry_options, parse_options_and_run_words
 from megatron.trust.flags.command import ENTRIES, ParsedTrainingCommand, parse_training_command
-from megatron.trust.flags.repair import WORLD, BrokenRule, RepairResult, RequestedSetup, smallest_repair
+from megatron.trust.flags.repair import WORLD, BrokenRule, RepairResult, RunSetup, smallest_repair
 from megatron.trust.flags.rule_page import rules_page_markdown
 from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
 from megatron.trust.plan.hardware import PROFILES, hardware_of
@@ -30,7 +30,7 @@ from megatron.trust.plan.hardware import PROFILES, hardware_of
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command line: (the tool's own options, the words of the run)."""
     parser = ToolArgumentParser(description=__doc__)
-    add_world_size_and_entry(parser, ENTRIES)
+    add_world_size_and_entry_options(parser, ENTRIES)
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -205,7 +205,7 @@ def _layout_build_lines(built: dict[str, Any]) -> list[str]:
     return [f"built {built['ranks']} places: {counts}, as the formulas say"]
 
 
-def layout_build_report_values(setting: RequestedSetup, true_vocab_size: int | None) -> dict[str, Any]:
+def build_layout_for_report(setting: RunSetup, true_vocab_size: int | None) -> dict[str, Any]:
     """Build the layout's stages on the meta device and return what `--build` reports, as plain values."""
     from megatron.trust.flags.layout_build_check import (
         check_layout_parameters,
@@ -244,6 +244,6 @@ def _make_config_check_report(options: argparse.Namespace, words: Sequence[str])
         answer = smallest_repair(replace(command.setting, files=False), fixed=fixed, tries=options.tries)
     built = None
     if options.build and command.setting and not broken:
-        built = layout_build_report_values(command.setting, options.true_vocab_size)
+        built = build_layout_for_report(command.setting, options.true_vocab_size)
     ranks = command.setting.world_size if command.setting else options.world_size or 1
     return ConfigCheckReport(command, broken, before, options.why_not, answer, built, ranks)

@@ -21,7 +21,12 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
-from megatron.tools.parser import ToolArgumentParser, add_world_size_and_entry, exit_on, parse_options_and_run_words
+from megatron.tools.parser import (
+    ToolArgumentParser,
+    add_world_size_and_entry_options,
+    exit_on,
+    parse_options_and_run_words,
+)
 from megatron.trust.flags.command import ENTRIES, parse_training_command
 from megatron.trust.parity.proxy_config import ProxyConfig, make_proxy_config
 
@@ -29,7 +34,7 @@ from megatron.trust.parity.proxy_config import ProxyConfig, make_proxy_config
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command line: (the tool's own options, the words of the run)."""
     parser = ToolArgumentParser(description=__doc__)
-    add_world_size_and_entry(parser, ENTRIES)
+    add_world_size_and_entry_options(parser, ENTRIES)
     parser.add_argument(
         "--most-ranks", type=int, default=8, help="ranks to start here at most (default: 8); what does not fit is said"
     )
@@ -55,7 +60,7 @@ def proxy_config_of_command(options: argparse.Namespace, words: Sequence[str]) -
     return replace(small, finetuning=command.finetuning)
 
 
-def parity_check_report_values(small: ProxyConfig, limit: float) -> dict[str, Any]:
+def run_parity_check_for_report(small: ProxyConfig, limit: float) -> dict[str, Any]:
     """Run the proxy config both ways and return how the runs differ, as plain values. limit: seconds."""
     from megatron.trust.parity.serial_comparison import (
         run_layout_parity_check,  # needs torch, which no other answer waits for
@@ -129,7 +134,7 @@ def _parity_difference_lines(result: dict[str, Any]) -> list[str]:
 
 
 def layout_parity_report_lines(small: ProxyConfig, result: dict[str, Any], seconds: float) -> list[str]:
-    """Return the lines of the report. result: of `parity_check_report_values`; seconds: that it took."""
+    """Return the lines of the report. result: of `run_parity_check_for_report`; seconds: that it took."""
     model = small.config.model
     layers = model.num_layers + (model.decoder_num_layers or 0)
     lines = [
@@ -160,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     with exit_on(ConfigError, code=2):
         small = proxy_config_of_command(options, words)
     sys.stderr.write(f"one rank against {layout_text(small.config, small.world_size)} ...\n")
-    result = parity_check_report_values(small, options.limit)
+    result = run_parity_check_for_report(small, options.limit)
     seconds = time.monotonic() - began
     if options.json:
         changes = [

@@ -24,7 +24,7 @@ from megatron.evaluation.vision_benchmarks import (
     BenchmarkQuestion,
     read_benchmark_questions,
     score_benchmark_answers,
-    write_benchmark_answers,
+    write_official_answer_file,
 )
 from megatron.tools.parser import ToolArgumentParser, exit_on
 from megatron.training.launch.launch_info import install_interrupt_excepthook
@@ -50,7 +50,7 @@ def benchmark_score_lines(
     rows = [(str(given.get(one.number, {}).get("text", "")).strip(), one) for one in questions]
     lacking = sum("text" not in given.get(one.number, {}) for one in questions)
     if results is not None:
-        write_benchmark_answers(task, rows, results)
+        write_official_answer_file(task, rows, results)
     lines = [
         f"{task} {name}: {score:.2f} of {len(rows)} answers"
         for name, score in score_benchmark_answers(task, rows).items()

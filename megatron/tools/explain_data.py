@@ -100,7 +100,7 @@ def _make_data_inspector(
     config = run_config_of_args(
         parse_args_or_raise(flags, defaults=defaults, world_size=options.world_size), options.world_size
     )
-    ranks = None if options.rank is None else [_requested_data_parallel_rank(options, config)]
+    ranks = None if options.rank is None else [_dp_rank_of_rank_flag(options, config)]
     if options.resumed_at is not None and len(options.resumed_at) > 3:
         raise ConfigError(f"--resumed-at takes up to 3 numbers, not {len(options.resumed_at)}")
     start = ResumeCounters(*(options.resumed_at or ()))
@@ -114,7 +114,7 @@ def _make_data_inspector(
     return explanation, ranks
 
 
-def _requested_data_parallel_rank(options: argparse.Namespace, config: RunConfig) -> int:
+def _dp_rank_of_rank_flag(options: argparse.Namespace, config: RunConfig) -> int:
     """Return the index of --rank on the data axis; `ConfigError` if there is no such rank, or it reads nothing."""
     groups = axis_rank_groups(config.parallel, options.world_size)
     if not 0 <= options.rank < options.world_size:

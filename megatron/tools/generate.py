@@ -158,11 +158,11 @@ def parse_request_line(
     line: str, number: int, given: argparse.Namespace, engine: Engine | EncoderDecoderEngine
 ) -> GenerationRequest:
     """Return the request of an input line; `ConfigError` says what is wrong with it. number: added to the seed."""
-    fields, images = _parse_request_fields(line), None
+    fields, images = _parse_json_request_line(line), None
     prompt: Sequence[int]
     try:
         if "messages" in fields:
-            prompt, images = tokenize_image_conversation(engine, fields["messages"], fields.get("images", []))
+            prompt, images = encode_image_chat_prompt(engine, fields["messages"], fields.get("images", []))
         else:
             prompt = tokenize_prompt(engine, fields["prompt"]) if "prompt" in fields else fields["ids"]
     except (ValueError, DataError, ImageError) as error:
@@ -180,7 +180,7 @@ def parse_request_line(
     )
 
 
-def tokenize_image_conversation(
+def encode_image_chat_prompt(
     engine: Engine | EncoderDecoderEngine, messages: list[Any], paths: list[Any]
 ) -> tuple[tuple[int, ...], PromptImages]:
     """Return the ids of a conversation with images, and the images. paths: of image files."""
@@ -190,7 +190,7 @@ def tokenize_image_conversation(
     return prompts.encode_prompt(messages, [read_image_bytes(str(path), prompts.options) for path in paths])
 
 
-def _parse_request_fields(line: str) -> dict[str, Any]:
+def _parse_json_request_line(line: str) -> dict[str, Any]:
     """Return the JSON object of a line; `ConfigError` if it is none, or a value has a wrong type."""
     try:
         fields = json.loads(line)
@@ -255,7 +255,7 @@ def generate_outputs_in_order(
         AHEAD * config.inference_max_requests, config.inference_max_requests + config.inference_max_waiting_requests
     )
 
-    def store_reply(event: GenerationEvent) -> None:
+    def store_reply_as_output(event: GenerationEvent) -> None:
         if event.reply is not None:
             number, line = requests.pop(event.ticket)
             replies[number] = reply_as_output(line, event.reply)
@@ -269,7 +269,9 @@ def generate_outputs_in_order(
             number, line = following
             first = number if first is None else first
             try:
-                requests[engine.submit(parse_request_line(line, number, given, engine), store_reply)] = following
+                requests[engine.submit(parse_request_line(line, number, given, engine), store_reply_as_output)] = (
+                    following
+                )
             except ConfigError as error:
                 replies[number] = output_of_failed_line(
                     line, " ".join(part.strip() for part in str(error).splitlines()[1:]) or str(error)
@@ -290,7 +292,7 @@ def count_finished_lines(output: Path, lines: Iterator[tuple[int, str]]) -> int:
             if not answer.endswith(b"\n"):
                 break
             _, line = next(lines, (number, ""))
-            if not _answers_input_line(line, answer):
+            if not _is_answer_to_input_line(line, answer):
                 raise ConfigError(
                     f"line {number + 1} of {output} is no answer to that line of the input; give another --output, or delete it"
                 )
@@ -301,7 +303,7 @@ def count_finished_lines(output: Path, lines: Iterator[tuple[int, str]]) -> int:
     return number
 
 
-def _answers_input_line(line: str, answer: bytes) -> bool:
+def _is_answer_to_input_line(line: str, answer: bytes) -> bool:
     try:
         request, answer_fields = json.loads(line), json.loads(answer)
     except ValueError:

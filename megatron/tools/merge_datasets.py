@@ -79,7 +79,7 @@ def order_and_check_pairs(prefixes: Sequence[str]) -> list[tuple[str, DatasetSid
     dtypes = {prefix: IndexedDataset(prefix).dtype for prefix in prefixes}
     problems = [
         *first_disagreement_text(dtypes, "holds ids of type", str),
-        *_tokenizer_mismatch_among_pairs(known),
+        *_dataset_tokenizer_mismatches(known),
         *first_disagreement_text(
             {prefix: facts and facts.level for prefix, facts in known.items()}, "has sequences that are a", str
         ),
@@ -90,7 +90,7 @@ def order_and_check_pairs(prefixes: Sequence[str]) -> list[tuple[str, DatasetSid
     return sorted(((prefix, known[prefix]) for prefix in prefixes), key=lambda pair: _shard_index_of_sidecar(pair[1]))
 
 
-def _tokenizer_mismatch_among_pairs(known: Mapping[str, DatasetSidecar | None]) -> Iterator[str]:
+def _dataset_tokenizer_mismatches(known: Mapping[str, DatasetSidecar | None]) -> Iterator[str]:
     """Yield a sentence if pairs were written with different tokenizers."""
     tokenizers = {prefix: facts.tokenizer if facts else None for prefix, facts in known.items()}
     hashes = {prefix: tokenizer and tokenizer["hash"] for prefix, tokenizer in tokenizers.items()}

@@ -111,7 +111,7 @@ def add_tokenizer_options(parser: argparse.ArgumentParser, names: Sequence[str])
         group.add_argument("--" + name.replace("_", "-"), metavar=metavar)
 
 
-def add_world_size_and_entry(parser: argparse.ArgumentParser, entries: Iterable[str]) -> None:
+def add_world_size_and_entry_options(parser: argparse.ArgumentParser, entries: Iterable[str]) -> None:
     """Add --world-size and --entry, of a run whose flags follow. entries: the entry scripts."""
     parser.add_argument("--world-size", type=int, help="ranks that will run (default: what torchrun's words say, or 1)")
     parser.add_argument(

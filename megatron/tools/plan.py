@@ -26,10 +26,15 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.rl.planned_memory import memory_parts_text
-from megatron.tools.parser import ToolArgumentParser, add_world_size_and_entry, exit_on, parse_options_and_run_words
+from megatron.tools.parser import (
+    ToolArgumentParser,
+    add_world_size_and_entry_options,
+    exit_on,
+    parse_options_and_run_words,
+)
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import ENTRIES, parse_training_command
-from megatron.trust.flags.repair import RequestedSetup
+from megatron.trust.flags.repair import RunSetup
 from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
 from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import PROFILES, Hardware, hardware_of
@@ -49,7 +54,7 @@ from megatron.trust.units import bytes_text
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the command line: (the tool's own options, the words of the run)."""
     parser = ToolArgumentParser(description=__doc__)
-    add_world_size_and_entry(parser, ENTRIES)
+    add_world_size_and_entry_options(parser, ENTRIES)
     parser.add_argument("--gpu", choices=PROFILES, default="h100-80", help="kind of machine (default: h100-80)")
     parser.add_argument("--hardware", metavar="FILE", help="a profile that --measure wrote, instead of --gpu")
     parser.add_argument(
@@ -88,7 +93,7 @@ def print_to_stderr(what: str) -> None:
     sys.stderr.write(f"{what}\n")
 
 
-def resolve_setup_or_exit(options: argparse.Namespace, words: Sequence[str]) -> tuple[RequestedSetup, RunConfig]:
+def resolve_setup_or_exit(options: argparse.Namespace, words: Sequence[str]) -> tuple[RunSetup, RunConfig]:
     """Return the setting that the words of a run ask for, and its resolved config with its vocabulary; sets options.true_vocab_size
     if it is None.
 
@@ -127,7 +132,7 @@ def make_dry_runner(hardware: Hardware) -> DryRunner:
     return partial(dry_run, varlen=hardware.fused)
 
 
-def search_and_print_layouts(options: argparse.Namespace, setting: RequestedSetup, hardware: Hardware) -> int:
+def search_and_print_layouts(options: argparse.Namespace, setting: RunSetup, hardware: Hardware) -> int:
     """Search and print the layouts that fit; return the exit code."""
     dry_run = make_dry_runner(hardware) if options.plans else None
 
@@ -161,7 +166,7 @@ def search_and_print_layouts(options: argparse.Namespace, setting: RequestedSetu
 
 
 def estimate_and_print_run(
-    options: argparse.Namespace, setting: RequestedSetup, config: RunConfig, hardware: Hardware, command: Sequence[str]
+    options: argparse.Namespace, setting: RunSetup, config: RunConfig, hardware: Hardware, command: Sequence[str]
 ) -> int:
     """Simulate a step of one layout and print its plan, with changes that save memory if it does not fit; also write
     the page of --html. command: the whole command line, shown in the page, and read again for the memory beside

@@ -43,7 +43,7 @@ def read_loss_curves(path: Path, loss: str) -> LossCurves:
     valid: dict[int, float] = {}
     resumed: list[int] = []
     seen: set[str] = set()
-    for record in _log_records(path):
+    for record in _read_log_records(path):
         kind, losses = record.get("kind"), record.get("losses", {})
         seen.update(losses)
         if kind == "start":
@@ -61,7 +61,7 @@ def read_loss_curves(path: Path, loss: str) -> LossCurves:
     return LossCurves(name, sorted(train.items()), sorted(valid.items()), resumed)
 
 
-def _log_records(path: Path) -> Iterator[dict[str, Any]]:
+def _read_log_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a log, line by line. Raises `UnreadableLogError`."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_dict, config_from_namespace
+from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_flat_dict, config_from_namespace
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.data import SFTDataConfig
 from megatron.core.config.settings.inference import InferenceConfig
@@ -56,7 +56,7 @@ LACKING = ""  # a package without which only --help works
 try:
     from megatron.inference.server.app import LOCAL, RequestFilter, build_app
     from megatron.inference.server.http_server import (
-        ServerFailed,
+        EngineFailed,
         bind_socket,
         run_follower_ignoring_signals,
         serve_on_socket,
@@ -197,7 +197,7 @@ def listens_locally_only(given: argparse.Namespace) -> bool:
     return given.host in (*LOCAL, "::1")
 
 
-def open_page_in_browser(page: str) -> None:
+def open_server_page_in_browser(page: str) -> None:
     """Open the page in a browser where there is a desktop. A browser that is slow or fails does not affect the server."""
     if has_desktop():
         threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
@@ -315,7 +315,7 @@ def enable_image_prompts(engine: Engine, loaded: InferenceModel, given: argparse
     if not loaded.config.model.has_vision:
         return
     if given.chat_format == "tokenizer":
-        given.chat_format = config_from_dict(SFTDataConfig, loaded.source.settings).sft_tokenizer_prompt_format
+        given.chat_format = config_from_flat_dict(SFTDataConfig, loaded.source.settings).sft_tokenizer_prompt_format
     prompts = ImagePromptWriter.from_model(
         loaded.config.model, loaded.tokenizer, loaded.source.settings, given.chat_format
     )
@@ -365,7 +365,7 @@ def serve_and_name_lost_rank(
     given: argparse.Namespace,
     token: str,
 ) -> None:
-    """Serve by a started service until a signal. `RankLostError` if a lost rank ended it, else `ServerFailed`."""
+    """Serve by a started service until a signal. `RankLostError` if a lost rank ended it, else `EngineFailed`."""
     if not token and not listens_locally_only(given):
         logging.getLogger(__name__).warning(
             "--host %s without --token-file: everyone who reaches this port may use it", given.host
@@ -376,9 +376,9 @@ def serve_and_name_lost_rank(
             service,
             sock,
             drain_seconds=given.drain_seconds,
-            ready=open_page_in_browser if given.open else lambda page: None,
+            ready=open_server_page_in_browser if given.open else lambda page: None,
         )
-    except ServerFailed as failed:
+    except EngineFailed as failed:
         if liveness.lost_rank_text:  # which says it all
             raise RankLostError(str(failed)) from None
         raise

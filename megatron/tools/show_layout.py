@@ -18,7 +18,7 @@ from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.describe import count_active_parameters, count_parameters
 from megatron.core.models.flops import estimate_memory_by_pipeline_rank
 from megatron.core.parallel.grid import axis_rank_groups
-from megatron.core.pipeline_parallel.schedules import num_plan_stages, training_plan_of_run
+from megatron.core.pipeline_parallel.schedules import num_plan_stages, pipeline_plan_of_run
 from megatron.core.pipeline_parallel.timeline import draw_text_timeline, simulate_pipeline_plan
 from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.tools.parser import ToolArgumentParser, exit_on
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         options, config = parse_arguments(argv)
         lines = axis_rank_groups_table(config, options.world_size)
         count = num_microbatches(config, options.world_size)
-        plan = training_plan_of_run(config, count)
+        plan = pipeline_plan_of_run(config, count)
         lines += ["", *stage_table(config, options.true_vocab_size, options.world_size, count)]
     timeline = simulate_pipeline_plan(plan)
     lines += [

@@ -121,7 +121,7 @@ def _delay_secondary_failure(main: Callable[[], None]) -> Callable[[], None]:
     rank only when it looks; a neighbour's error would have the earlier time, and be shown as the cause.
     """
 
-    def main_with_delayed_failure() -> None:
+    def main_delaying_rank_lost_error() -> None:
         try:
             main()
         except USER_ERRORS as error:
@@ -131,7 +131,7 @@ def _delay_secondary_failure(main: Callable[[], None]) -> Callable[[], None]:
                 time.sleep(_GRACE)
             raise
 
-    return main_with_delayed_failure
+    return main_delaying_rank_lost_error
 
 
 def guarded_entry_point(main: Callable[[], None]) -> Callable[[], None]:

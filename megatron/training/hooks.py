@@ -41,7 +41,7 @@ class StepHooks:
         """Called between two steps, before a checkpoint is made."""
 
 
-class ModuleStepHook(StepHooks):
+class LowPrecisionAndAfterStepHook(StepHooks):
     """Opens each step for low-precision layers, and calls the class method `after_step` once for a class's modules.
     weights_stay: weights lie where they are for a step. weights_wait: they may arrive as the forward pass needs them.
     """

@@ -31,7 +31,7 @@ from megatron.training.data.sample_order import (
     read_and_stack_samples,
     require_iterable_dataset,
     samples_needed,
-    single_pass_sample_indices,
+    single_pass_microbatch_indices,
     stages_read_data,
 )
 from megatron.training.launch.launch_info import read_launch_info
@@ -109,7 +109,7 @@ def build_split_batches(trainer: Trainer, provider: DatasetProvider) -> SplitBat
         complete = split == "valid" and run.config.data.full_validation
         if dataset is None or not (train.eval_iters or complete):
             return None
-        batches = microbatches_of_split(run, dataset, split=split, consumed_samples=consumed, reads=reads)
+        batches = iterate_split_microbatches(run, dataset, split=split, consumed_samples=consumed, reads=reads)
         if not complete:
             return EvaluationData(train.eval_iters, batches)
         full = trainer.batches.evaluation_batch_size
@@ -120,7 +120,9 @@ def build_split_batches(trainer: Trainer, provider: DatasetProvider) -> SplitBat
             once=lambda: single_pass_microbatches(run, dataset, split=split, full_batch=full, reads=reads),
         )
 
-    training = microbatches_of_split(run, datasets[0], consumed_samples=progress.consumed_train_samples, reads=reads)
+    training = iterate_split_microbatches(
+        run, datasets[0], consumed_samples=progress.consumed_train_samples, reads=reads
+    )
     # A run that only evaluates has a validation set for one evaluation, and begins at its beginning.
     seen = 0 if train.skip_train else progress.consumed_valid_samples
     return SplitBatches(
@@ -151,7 +153,7 @@ def is_map_style(dataset: SampleSource) -> TypeGuard[MapStyleDataset]:
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
-def microbatches_of_split(
+def iterate_split_microbatches(
     run: RunContext, dataset: SampleSource | None, *, consumed_samples: int, reads: bool, split: str = "train"
 ) -> ClosableBatches:
     """Return this rank's microbatches from sample `consumed_samples` on, to be closed; empty unless `reads`."""
@@ -164,7 +166,7 @@ def microbatches_of_split(
         return _device_batches(run, arrays, split)
     assert is_map_style(dataset), "only external data are not numbered"
     order_of = partial(microbatch_sample_indices, run.config, len(dataset), consumed_samples=consumed_samples)
-    return _read_in_order(run, dataset, order_of, split)
+    return _microbatches_in_sample_order(run, dataset, order_of, split)
 
 
 def single_pass_microbatches(
@@ -175,11 +177,11 @@ def single_pass_microbatches(
     """
     if not reads:
         return _empty_batches()
-    order_of = partial(single_pass_sample_indices, run.config, len(dataset), full_batch=full_batch)
-    return _read_in_order(run, dataset, order_of, split)
+    order_of = partial(single_pass_microbatch_indices, run.config, len(dataset), full_batch=full_batch)
+    return _microbatches_in_sample_order(run, dataset, order_of, split)
 
 
-def _read_in_order(
+def _microbatches_in_sample_order(
     run: RunContext, dataset: MapStyleDataset, order_of: Callable[..., Iterator[list[int]]], split: str
 ) -> ClosableBatches:
     """Return this rank's microbatches, all ranks' if sequences are divided. order_of: (rank, num_ranks) -> numbers."""

@@ -27,7 +27,7 @@ from megatron.core.parallel.mesh import Axis
 from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.accelerate.cuda_graphs import LayerGraphCapturer
 from megatron.training.checkpoint.checkpointing import Checkpointer, lock_save_folder
-from megatron.training.data.batch import next_batch_or_data_error
+from megatron.training.data.batch import require_next_batch
 from megatron.training.evaluate import evaluate_loss, evaluation_mode
 from megatron.training.health.bad_steps import BadStepError, RollBackRequest, StepValidator
 from megatron.training.health.causality_check import require_causal_attention
@@ -181,7 +181,7 @@ class TrainingSession:
             self._skip_iteration(flag)
         else:
             assert self.data.train is not None, "build_split_batches refuses a run that trains without data"
-            with nullcontext() if self.layers is None else self.layers.watch_step(progress.iteration + 1):
+            with nullcontext() if self.layers is None else self.layers.log_new_graphs_of_step(progress.iteration + 1):
                 step = self.rerun.train_step_checked if self.rerun is not None else partial(train_step, self.trainer)
                 self.meter.add(step(self.data.train))
             if self.config.checkpoint.save_best is not None:
@@ -241,7 +241,7 @@ class TrainingSession:
         size = self.trainer.batches.batch_size_after(self.trainer.progress.consumed_train_samples)
         assert self.data.train is not None, "build_split_batches refuses a run that trains without data"
         for _ in range(size.num_microbatches):
-            next_batch_or_data_error(self.data.train)
+            require_next_batch(self.data.train)
         progress = self.trainer.progress
         progress.iteration += 1
         progress.consumed_train_samples += size.global_batch_size

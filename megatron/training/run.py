@@ -39,7 +39,7 @@ class TrainingProgress:
 
 
 @dataclass(slots=True)
-class ReceivedTerminationSignal:
+class TerminationSignalState:
     """The name of the signal that told this process to end, "" so far."""
 
     signal: str = ""
@@ -59,7 +59,7 @@ class RunContext:
     args: argparse.Namespace = field(default_factory=argparse.Namespace)
     run_log: RunLog = field(default_factory=RunLog)
     progress: TrainingProgress = field(default_factory=TrainingProgress)
-    ending: ReceivedTerminationSignal = field(default_factory=ReceivedTerminationSignal)
+    ending: TerminationSignalState = field(default_factory=TerminationSignalState)
     started: float = field(default_factory=time.monotonic)
 
     @property

@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.executor import Shape, run_rank_script
 from megatron.core.transformer.forward_context import MicrobatchContext
 from megatron.core.transformer.qk_clip import qk_clip_row_factors
 from megatron.core.transformer.router import routers_of
-from megatron.training.data.batch import Batch, VariableCountBatches, next_batch_or_data_error
+from megatron.training.data.batch import Batch, VariableCountBatches, require_next_batch
 from megatron.training.report.metrics import ExpertLoads, StepMetrics
 from megatron.training.trainer import Trainer
 
@@ -96,7 +96,7 @@ class StepWork:
         if last:
             self._data_parallel_of_stage(stage).before_last_backward()
 
-    def reduce_gradients(self, stage: int) -> None:
+    def start_gradient_reduction(self, stage: int) -> None:
         """Start the reduction of a stage's gradients."""
         self._data_parallel_of_stage(stage).start_reduction()
 
@@ -184,7 +184,7 @@ class StepWork:
             action = flight_recorder.action
             flight_recorder.enter_phase(f"data of microbatch {len(self._seen)}")
             with self.trainer.run.timers("batch-generator", 2):
-                self._seen.append(next_batch_or_data_error(self._batches))
+                self._seen.append(require_next_batch(self._batches))
             flight_recorder.enter_phase(action)
         return self._seen[microbatch]
 

@@ -21,14 +21,14 @@ from megatron.core.models.vision import ImageClassifierModel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import OptimizerParamSchedule
 from megatron.core.parallel.rng import materialize_parameters
-from megatron.core.pipeline_parallel.schedules import forward_only_plan, training_plan_of_run, with_reduction_actions
+from megatron.core.pipeline_parallel.schedules import forward_only_plan, pipeline_plan_of_run, with_reduction_actions
 from megatron.core.pipeline_parallel.transfers import RankScript, build_rank_script
 from megatron.core.transformer.activation_offloading import set_up_activation_offload
 from megatron.core.transformer.adapters import freeze_untrained
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.data.microbatches import BatchSchedule
-from megatron.training.hooks import ModuleStepHook, StepHooks
+from megatron.training.hooks import LowPrecisionAndAfterStepHook, StepHooks
 from megatron.training.run import RunContext, TrainingProgress
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Trainer:
     def __post_init__(self) -> None:
         stay = all(isinstance(parallel, DataParallel) for parallel in self.parallels)
         wait = self.run.config.parallel.overlap_param_gather
-        self.add_hook(ModuleStepHook(self.stages, weights_stay=stay, weights_wait=wait))
+        self.add_hook(LowPrecisionAndAfterStepHook(self.stages, weights_stay=stay, weights_wait=wait))
 
     def add_hook(self, hook: StepHooks) -> None:
         """Call this hook in every step from now on."""
@@ -88,7 +88,7 @@ class Trainer:
         if key not in self.scripts:
             parallel, axis = self.run.config.parallel, self.run.mesh.pp
             if training:
-                plan = with_reduction_actions(training_plan_of_run(self.run.config, num_microbatches))
+                plan = with_reduction_actions(pipeline_plan_of_run(self.run.config, num_microbatches))
             else:
                 plan = forward_only_plan(axis.size, len(self.stages), num_microbatches, parallel.stage_placement)
             self.scripts[key] = build_rank_script(

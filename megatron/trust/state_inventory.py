@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.config.adapters import is_trained_parameter
-from megatron.core.config.flags import config_from_dict
+from megatron.core.config.flags import config_from_flat_dict
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.config.settings.vision import VisionConfig
@@ -158,7 +158,7 @@ def _parameters_by_update_rule(optimizer: str, trained: list[str]) -> tuple[list
 
 def _trained_names(settings: Settings, parameters: list[str]) -> list[str]:
     """Return the parameters that an optimizer updates."""
-    adapter, vision = config_from_dict(AdapterConfig, settings), config_from_dict(VisionConfig, settings)
+    adapter, vision = config_from_flat_dict(AdapterConfig, settings), config_from_flat_dict(VisionConfig, settings)
     config = replace(adapter, freeze=(*adapter.freeze, *vision.frozen_patterns))
     return [name for name in parameters if is_trained_parameter(name, config) and not name.endswith(_UNTRAINED)]
 
@@ -178,7 +178,7 @@ def _expected_amax_histories(settings: Settings, parameters: list[str]) -> list[
     if settings.get("fp8_format") is None or settings["fp8_recipe"] != "delayed":
         return []
     matches = [match for match in map(_ROUNDED.search, parameters) if match]
-    low, depth = config_from_dict(LowPrecisionConfig, settings), dict[str, int]()
+    low, depth = config_from_flat_dict(LowPrecisionConfig, settings), dict[str, int]()
     for match in matches:  # encoders and decoders count their own layers
         depth[match[1]] = max(depth.get(match[1], 0), int(match[2]) + 1)
     return [
@@ -188,7 +188,7 @@ def _expected_amax_histories(settings: Settings, parameters: list[str]) -> list[
     ]
 
 
-def parameter_names_in_checkpoints(*sources: CheckpointSource) -> list[str]:
+def all_checkpoint_parameter_names(*sources: CheckpointSource) -> list[str]:
     """Return the names of all parameters that any of the checkpoints has a weight or an optimizer slot for."""
     parameters: dict[str, None] = {}
     for name in (name for source in sources for name in source.formats):
@@ -203,7 +203,7 @@ def compare_training_states(
     a: CheckpointSource, b: CheckpointSource, *, world_size: int
 ) -> Iterator[StateCategoryComparison]:
     """Yield how each category of two checkpoints of one run, of `world_size` ranks, compares; all should be equal."""
-    parameters = parameter_names_in_checkpoints(a, b)
+    parameters = all_checkpoint_parameter_names(a, b)
     expected = {one.where: expected_state_names(one.settings, world_size, parameters) for one in (a, b)}
     held = {one.where: {*one.formats, *one.values} for one in (a, b)}
     for item in INVENTORY:

@@ -214,7 +214,7 @@ def _planted(
         return output, loss
 
     owners = {
-        "data": (step, "next_batch_or_data_error"),
+        "data": (step, "require_next_batch"),
         "reduce": (ddp, "_start_bucket_reduction"),
         "optimizer": (optimizer, "finalize_gradients"),
         "save": (checkpointing, "weights_of"),

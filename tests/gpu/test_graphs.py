@@ -25,7 +25,7 @@ def losses_of(graphs: bool, changes: dict[str, Any]) -> list[float]:
         if recordings is None:
             losses += train_on(trainer, 1)[0]
         else:
-            with recordings.watch_step(iteration):
+            with recordings.log_new_graphs_of_step(iteration):
                 losses += train_on(trainer, 1)[0]
     assert recordings is None or recordings.count > 0
     return losses

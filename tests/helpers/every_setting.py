@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.config.flags import config_from_dict, config_to_dict, flag_fields
+from megatron.core.config.flags import config_from_flat_dict, config_to_flat_dict, flag_fields
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from tests.helpers import tiny
@@ -150,6 +150,6 @@ def fields() -> Iterator[tuple[str, Any]]:
 
 def changed(config: RunConfig, name: str, kind: Any) -> tuple[Changes, RunConfig]:
     """What a checkpoint of this run says, as read from its file, and a run that has one setting otherwise."""
-    values = config_to_dict(config)
+    values = config_to_flat_dict(config)
     saved = json.loads(json.dumps(values))
-    return saved, config_from_dict(RunConfig, {**values, name: other(name, kind, values[name])})
+    return saved, config_from_flat_dict(RunConfig, {**values, name: other(name, kind, values[name])})

@@ -14,7 +14,7 @@ from megatron.preference.dataset import PreferenceDataset, PreferenceRowSource
 from megatron.preference.rows import LabeledAnswer, PreferencePair, Row
 from megatron.preference.settings import PreferenceConfig
 from megatron.preference.step import PreferenceStep
-from megatron.training.loader import microbatches_of_split
+from megatron.training.loader import iterate_split_microbatches
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer, build_trainer
 from tests.helpers import tiny
@@ -78,7 +78,7 @@ def trainer_of(config: PreferenceConfig, **changes: Any) -> tuple[Trainer, Refer
         task=config.finetune_task,
         packing=config.finetune_packing,
     )
-    inner = microbatches_of_split(run, dataset, consumed_samples=0, reads=True)
+    inner = iterate_split_microbatches(run, dataset, consumed_samples=0, reads=True)
     return trainer, ReferenceScoredBatches(trainer, inner, reference, config)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import pretrain_bert
 import pretrain_t5
 import pretrain_vision_classify
-from megatron.core.config.flags import config_from_dict
+from megatron.core.config.flags import config_from_flat_dict
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.kernels.startup_check import select_kernels_with_trials
@@ -58,7 +58,7 @@ BASE: dict[str, Any] = {
 
 def config(world_size: int = 1, **changes: Any) -> RunConfig:
     """The base config with changes, resolved and with its vocabulary."""
-    run = config_from_dict(RequestedRun, {**BASE, **changes}).resolve(world_size)
+    run = config_from_flat_dict(RequestedRun, {**BASE, **changes}).resolve(world_size)
     return replace(run, model=run.model.with_vocabulary(VOCABULARY, run.parallel.tp))
 
 
@@ -95,7 +95,7 @@ def forward_step(run: RunContext, microbatches: Iterator[Batch], stage: GPTModel
     """The forward step of pretrain_gpt."""
     batch = next(microbatches)
     output = stage(
-        ids=batch.ids_and_images,
+        ids=batch.token_ids_with_images,
         hidden=batch.hidden,
         labels=batch.masked_labels,
         positions=batch.positions,

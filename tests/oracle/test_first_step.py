@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import config_from_dict
+from megatron.core.config.flags import config_from_flat_dict
 from megatron.core.config.settings.run import RequestedRun
 from megatron.core.parallel.spec import param_spec_of
 from megatron.training.cli.preflight import resolve_and_examine
@@ -170,7 +170,7 @@ def accepted(count: int, first: int) -> list[int]:
     """Seeds from `first` on whose composition the rules accept."""
     found, seed = [], first
     while len(found) < count:
-        if not resolve_and_examine(config_from_dict(RequestedRun, {**tiny.BASE, **composition(seed)}), 1)[1]:
+        if not resolve_and_examine(config_from_flat_dict(RequestedRun, {**tiny.BASE, **composition(seed)}), 1)[1]:
             found.append(seed)
         seed += 1
     return found

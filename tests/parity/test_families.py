@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.flags import config_to_dict
+from megatron.core.config.flags import config_to_flat_dict
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.context_parallel.zigzag import Zigzag
@@ -703,7 +703,7 @@ def test_a_network_of_ours_is_loaded_by_transformers_and_computes_the_same_there
     config = tiny.config(**settings)
     (stage,) = stage_specs_of_run(config)
     model = NETWORKS[config.model.architecture](stage, tiny.run_of(config).layer_build_context).materialize(5).eval()
-    source = Held(model, config_to_dict(config.model))
+    source = Held(model, config_to_flat_dict(config.model))
     assert hf_export.export_hf_folder(source, tmp_path / "out").name == family
     (named,) = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
     theirs = getattr(transformers, named).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()

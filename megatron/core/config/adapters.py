@@ -78,7 +78,7 @@ class LinearShape:
         """Size of the whole output."""
         return sum(size for _, size in self.parts)
 
-    def rows_of_part(self, part: str) -> tuple[int, int]:
+    def row_offset_and_count_of_part(self, part: str) -> tuple[int, int]:
         """Return first row and number of rows of a part of the matrix; of all rows for ""."""
         first = 0
         for name, size in self.parts if part else ():
@@ -208,14 +208,14 @@ def layer_adapter_plans(model: ModelConfig, plan: LayerStructure) -> tuple[Adapt
                 linear_parts_matching_target(target, f"{layer_module_path(model, plan)}.{linear}", shape), target
             )
         for part in ("", *(name for name, _ in shape.parts if name)):
-            rank, alpha = lora_target_rank_and_alpha(config, chosen[part]) if part in chosen else (0, 0.0)
+            rank, alpha = rank_and_alpha_of_lora_target(config, chosen[part]) if part in chosen else (0, 0.0)
             if rank > 0:
                 scale = alpha / (math.sqrt(rank) if config.lora_rslora else rank)
                 result.append(AdapterPlan(linear, part, rank, scale))
     return tuple(result)
 
 
-def lora_target_rank_and_alpha(config: AdapterConfig, target: str) -> tuple[int, float]:
+def rank_and_alpha_of_lora_target(config: AdapterConfig, target: str) -> tuple[int, float]:
     """Return rank and alpha of NAME, NAME=RANK or NAME=RANK:ALPHA; (0, 0.0) for others, which a rule reports."""
     result = re.fullmatch(r"[^=]+(?:=(\d+)(?::(\d*\.?\d+(?:[eE][-+]?\d+)?))?)?", target)
     if result is None:

@@ -145,7 +145,7 @@ def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:
             action = "store_true" if value else "store_false"
             group.add_argument(*words, dest=field.name, default=field.default, action=action, help=listed_help)
         return
-    element, many, choices = _argparse_options_of_type(kind)
+    element, many, choices = _argparse_type_nargs_choices(kind)
     default = "" if field.default is None or field.default == () else f" (default: {_format_default(field.default)})"
     group.add_argument(
         *names,
@@ -163,13 +163,13 @@ def _format_default(value: Any) -> str:
     return " ".join(str(v) for v in value) if isinstance(value, (tuple, list)) else str(value)
 
 
-def _argparse_options_of_type(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | None]:
+def _argparse_type_nargs_choices(kind: Any) -> tuple[Callable[[str], Any], bool, list[Any] | None]:
     """Return for a flag's type: function that converts a word, whether it takes several, allowed values or None."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
-        return _argparse_options_of_type(next(a for a in arguments if a is not type(None)))
+        return _argparse_type_nargs_choices(next(a for a in arguments if a is not type(None)))
     if origin is tuple:
-        element, _, choices = _argparse_options_of_type(arguments[0])
+        element, _, choices = _argparse_type_nargs_choices(arguments[0])
         return element, True, choices
     if origin is Literal:
         return type(arguments[0]), False, list(arguments)
@@ -183,7 +183,7 @@ def _resolved_type_hints(config_class: Hashable) -> dict[str, Any]:
     return typing.get_type_hints(typing.cast(type, config_class))
 
 
-def config_from_dict(config_class: type[Config], values: Mapping[str, Any]) -> Config:
+def config_from_flat_dict(config_class: type[Config], values: Mapping[str, Any]) -> Config:
     """Build a config from a flat mapping of field names, nested configs included; missing fields keep their defaults."""
     hints = _resolved_type_hints(typing.cast(Hashable, config_class))
     chosen: dict[str, Any] = {}
@@ -192,7 +192,7 @@ def config_from_dict(config_class: type[Config], values: Mapping[str, Any]) -> C
         if isinstance(kind, type) and dataclasses.is_dataclass(
             kind
         ):  # never looked up by name: a part may share its name with a flag
-            chosen[field.name] = config_from_dict(kind, values)
+            chosen[field.name] = config_from_flat_dict(kind, values)
         elif field.name in values:
             value = values[field.name]
             chosen[field.name] = tuple(value) if isinstance(value, list) else value
@@ -201,16 +201,16 @@ def config_from_dict(config_class: type[Config], values: Mapping[str, Any]) -> C
 
 def config_from_namespace(config_class: type[Config], namespace: argparse.Namespace) -> Config:
     """Build a config from the namespace of an argparse parser."""
-    return config_from_dict(config_class, vars(namespace))
+    return config_from_flat_dict(config_class, vars(namespace))
 
 
-def config_to_dict(config: Any) -> dict[str, Any]:
-    """Return a config as a flat mapping of field names to values, tuples as lists; inverse of `config_from_dict`."""
+def config_to_flat_dict(config: Any) -> dict[str, Any]:
+    """Return a config as a flat mapping of field names to values, tuples as lists; inverse of `config_from_flat_dict`."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            values.update(config_to_dict(value))
+            values.update(config_to_flat_dict(value))
         else:
             values[field.name] = list(value) if isinstance(value, tuple) else value
     return values

@@ -40,11 +40,11 @@ def context_parallel_attention(kernel: Kernel, mesh: Mesh, kind: str) -> Kernel:
     axes = [axis for axis in mesh.hybrid_cp if axis.group is not None]
     kernels = {1: kernel} | {axis.size: _cp_attention_over_axis(kernel, axis, kind, mesh) for axis in axes}
 
-    def hybrid_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, *rest: Any) -> Tensor:
+    def dynamic_cp_size_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, *rest: Any) -> Tensor:
         """Attend with the kernel for the number of ranks over which this sequence is sharded."""
         return kernels[1 if mask.length is None else mask.length // len(q)](q, k, v, mask, *rest)
 
-    return hybrid_attention
+    return dynamic_cp_size_attention
 
 
 def _cp_attention_over_axis(kernel: Kernel, axis: Axis, kind: str, mesh: Mesh) -> Kernel:

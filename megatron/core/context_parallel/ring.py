@@ -21,7 +21,7 @@ from torch.autograd import Function
 
 from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.kernels import blockwise_attention
-from megatron.core.kernels.blockwise_attention import BlockAttentionOptions
+from megatron.core.kernels.blockwise_attention import BlockwiseAttentionOptions
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.parallel import collectives
@@ -53,13 +53,13 @@ class RingSettings:
     seed: int
     fused: bool
 
-    def visible_blocks(self, source: int, q: Tensor) -> Iterator[tuple[slice, slice, BlockAttentionOptions]]:
+    def visible_blocks(self, source: int, q: Tensor) -> Iterator[tuple[slice, slice, BlockwiseAttentionOptions]]:
         """Yield (query slice, key slice, block) of each visible pair with rank `source`. q: [b, n, queries, d]."""
         rank = self.axis.rank
         for number, pair in enumerate(
             visible_chunk_pairs(self.cut.chunk_ranges(rank), self.cut.chunk_ranges(source), self.mask)
         ):
-            block = BlockAttentionOptions(self.scale, self.softcap, causal=pair.kind == "causal", fused=self.fused)
+            block = BlockwiseAttentionOptions(self.scale, self.softcap, causal=pair.kind == "causal", fused=self.fused)
             rows, columns = (part.stop - part.start for part in (pair.queries, pair.keys))
             if pair.kind == "some":
                 block = replace(block, seen=self._visible_mask(source, pair, q.device))

@@ -16,7 +16,14 @@ import numpy as np
 import xxhash
 
 from megatron.core.datasets import sidecar
-from megatron.core.datasets.indexed import HEADER, IndexedDataset, WrongEntryCounter, bin_path, idx_path, index_problems
+from megatron.core.datasets.indexed import (
+    HEADER,
+    IndexedDataset,
+    WrongIndexEntryCounter,
+    bin_path,
+    idx_path,
+    index_problems,
+)
 from megatron.core.datasets.storage import COPY_BYTES, DataError, file_or_object_size
 
 Advance = Callable[[int], object]
@@ -82,7 +89,7 @@ def _index_file_problems(data: IndexedDataset) -> list[str]:
     )
 
 
-class _OutOfVocabCount(WrongEntryCounter):
+class _OutOfVocabCount(WrongIndexEntryCounter):
     """Counts values that are not ids of the vocabulary; if its size is unknown, those below 0."""
 
     def __init__(self, vocab_size: int | None) -> None:

@@ -22,7 +22,7 @@ from megatron.core.datasets.blend_index import blend_order
 from megatron.core.datasets.data_splits import SplitBlend, normalize_weights, plan_data_splits
 from megatron.core.datasets.dataset_protocols import DatasetKind, Sample, SplitDataset, SplitRequest, TokenSpan
 from megatron.core.datasets.index_map import IndexCacheFolder, load_or_build_arrays
-from megatron.core.datasets.kinds import gpt_dataset_kind
+from megatron.core.datasets.kinds import make_gpt_dataset_kind
 from megatron.core.datasets.storage import is_remote_path
 from megatron.core.tokenizers.base import Tokenizer
 
@@ -122,7 +122,7 @@ def build_gpt_datasets(
     tokenizer: Tokenizer,
 ) -> Splits:
     """Build a GPT run's training, validation and test datasets; arguments and result as in `build_split_datasets`."""
-    kind = gpt_dataset_kind(config, sequence_length=sequence_length, seed=seed, tokenizer=tokenizer)
+    kind = make_gpt_dataset_kind(config, sequence_length=sequence_length, seed=seed, tokenizer=tokenizer)
     return build_split_datasets(config, kind, (train_samples, valid_samples, test_samples))
 
 

@@ -184,7 +184,9 @@ class ChatDatasetKind(DatasetKind):
         return IndexCacheFolder.from_flag(self.config.data_cache_path, otherwise=beside)
 
 
-def chat_dataset_kind(config: DataConfig, *, sequence_length: int, seed: int, tokenizer: Tokenizer) -> ChatDatasetKind:
+def make_chat_dataset_kind(
+    config: DataConfig, *, sequence_length: int, seed: int, tokenizer: Tokenizer
+) -> ChatDatasetKind:
     """Return the dataset kind of --sft. `ConfigError` if the tokenizer has no chat template and no format is named."""
     encoder = None if config.mock_data else ConversationEncoder(tokenizer, config.chat.sft_tokenizer_prompt_format)
     return ChatDatasetKind(config, tokenizer, encoder, sequence_length, seed)

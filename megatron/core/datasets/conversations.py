@@ -95,7 +95,7 @@ class ConversationEncoder:
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a conversation, up to its next answer. `DataError` from the template, else `ValueError`."""
-        (encoded,) = self.encode_conversations([self.template.render_prompt_segments(messages)])
+        (encoded,) = self.encode_conversations([self.template.render_with_generation_prompt(messages)])
         return (~encoded).tolist()  # nothing of it is learnt
 
     def answer_end_ids_and_texts(self) -> tuple[tuple[int, ...], tuple[str, ...]]:

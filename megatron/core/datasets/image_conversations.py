@@ -106,7 +106,7 @@ class ImageConversationEncoder:
             result += [self.slots.image_tokens(grid), part[1:]]
         return np.concatenate(result)
 
-    def encode_prompt(self, messages: Sequence[Message], grids: Sequence[TileGrid]) -> np.ndarray:
+    def encode_prompt_ids(self, messages: Sequence[Message], grids: Sequence[TileGrid]) -> np.ndarray:
         """Return the ids of a conversation up to where the answer begins, with `SLOT` at image slots. int64 [t]
 
         grids: the tile grid of each image. `DataError` if their number is not that of the image marks.
@@ -117,7 +117,7 @@ class ImageConversationEncoder:
         if marks != len(grids):
             raise DataError(f"the user says {IMAGE} {marks} times, and there are {len(grids)} images")
         (ids,) = self.encoder.encode_conversations(
-            [list(_split_at_images(self.encoder.template.render_prompt_segments(own)))]
+            [list(_split_at_images(self.encoder.template.render_with_generation_prompt(own)))]
         )
         whole = self.expand_image_slots(ids, grids).astype(np.int64)
         return whole ^ (whole >> 63)

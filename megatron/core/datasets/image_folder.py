@@ -152,6 +152,6 @@ class ImageFolderDatasetKind:
         return ImageFolderDataset(source, request, self.options, seed=self.run.train.seed)
 
 
-def image_folder_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> ImageFolderDatasetKind:
+def make_image_folder_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> ImageFolderDatasetKind:
     """Return the dataset kind of an image classifier. tokenizer: unused."""
     return ImageFolderDatasetKind(run, ImageOptions.from_config(run.model, run.data.multimodal))

@@ -262,7 +262,7 @@ class IndexedDataset:
         return partial(IndexedDataset, self.prefix, self.mmap, cache=self.cache, multimodal=self.multimodal), ()
 
 
-class WrongEntryCounter:
+class WrongIndexEntryCounter:
     """How many entries are wrong, and which is the first."""
 
     def __init__(self) -> None:
@@ -288,7 +288,7 @@ def index_problems(
     bytes of an id. The caller checks the ends of the arrays.
     """
     problems: list[str] = []
-    misplaced, falling, end = WrongEntryCounter(), WrongEntryCounter(), 0
+    misplaced, falling, end = WrongIndexEntryCounter(), WrongIndexEntryCounter(), 0
     for first in range(0, len(lengths), CHECKED_AT_ONCE):
         ends = end + np.cumsum(lengths[first : first + CHECKED_AT_ONCE], dtype=np.int64) * itemsize
         starts = offsets[first : first + CHECKED_AT_ONCE]

@@ -17,15 +17,15 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.bert import BERTDataset, BERTSampleOptions
-from megatron.core.datasets.chat import chat_dataset_kind
+from megatron.core.datasets.chat import make_chat_dataset_kind
 from megatron.core.datasets.dataset_protocols import DatasetKind, SplitRequest
 from megatron.core.datasets.fim import build_fill_in_middle
 from megatron.core.datasets.gpt import NO_PAD, GPTDataset, GPTSampleOptions, Rearrange, TokenSource
-from megatron.core.datasets.image_folder import image_folder_dataset_kind
+from megatron.core.datasets.image_folder import make_image_folder_dataset_kind
 from megatron.core.datasets.indexed import IndexedDataset
 from megatron.core.datasets.masking import TokenMaskingOptions, word_continuation_mask
 from megatron.core.datasets.mock import MockSentences, MockTokens
-from megatron.core.datasets.multimodal import image_chat_dataset_kind
+from megatron.core.datasets.multimodal import make_image_chat_dataset_kind
 from megatron.core.datasets.sentence_map import usable_document_mask
 from megatron.core.datasets.sidecar import check_dataset_tokenizer
 from megatron.core.datasets.special_tokens import refuse_added_special_tokens
@@ -64,10 +64,10 @@ class GPTDatasetKind:
         return GPTDataset(source, self.options, request, seed=self.seed, rearrange=self.rearrange)
 
 
-def gpt_dataset_kind(config: DataConfig, *, sequence_length: int, seed: int, tokenizer: Tokenizer) -> DatasetKind:
+def make_gpt_dataset_kind(config: DataConfig, *, sequence_length: int, seed: int, tokenizer: Tokenizer) -> DatasetKind:
     """Return the dataset kind of a GPT: token windows, with or without fill-in-the-middle, or conversations (--sft)."""
     if config.chat.sft:
-        return chat_dataset_kind(config, sequence_length=sequence_length, seed=seed, tokenizer=tokenizer)
+        return make_chat_dataset_kind(config, sequence_length=sequence_length, seed=seed, tokenizer=tokenizer)
     pad, rearrange = maskable_pad_id(tokenizer, config.allow_ambiguous_pad_tokens), None
     if config.fill.fim_data:
         rearrange = build_fill_in_middle(config.fill, tokenizer, seed=seed, pad=pad)
@@ -124,7 +124,7 @@ class SentenceDatasetKind(DatasetKind):
         return self.dataset(source, self.options, request, seed=self.seed)
 
 
-def bert_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
+def make_bert_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
     """Return the dataset kind of a BERT. `ConfigError` if the tokenizer lacks a special token."""
     masking, pairs = run.data.masking, run.model.bert_binary_head
     cls, sep, mask, pad = _require_special_token_ids(
@@ -141,10 +141,10 @@ def bert_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
         mask=mask,
         pad=pad,
     )
-    return _sentence_dataset_kind(run, tokenizer, BERTDataset, options, least_sentences=2 if pairs else 1)
+    return _make_sentence_dataset_kind(run, tokenizer, BERTDataset, options, least_sentences=2 if pairs else 1)
 
 
-def t5_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
+def make_t5_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
     """Return the dataset kind of a T5. `ConfigError` if the tokenizer lacks a special token."""
     masking = run.data.masking
     bos, eos, pad = _require_special_token_ids(tokenizer, "T5", bos="begin of text", eos="end of text", pad="padding")
@@ -165,7 +165,7 @@ def t5_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
         eos=eos,
         pad=pad,
     )
-    return _sentence_dataset_kind(run, tokenizer, T5Dataset, options, least_sentences=1)
+    return _make_sentence_dataset_kind(run, tokenizer, T5Dataset, options, least_sentences=1)
 
 
 def _require_special_token_ids(tokenizer: Tokenizer, network: str, **needed: str) -> list[int]:
@@ -184,7 +184,7 @@ def _require_special_token_ids(tokenizer: Tokenizer, network: str, **needed: str
     return [getattr(tokenizer, name) for name in needed]
 
 
-def _sentence_dataset_kind(
+def _make_sentence_dataset_kind(
     run: RunConfig,
     tokenizer: Tokenizer,
     dataset: type[BERTDataset] | type[T5Dataset],
@@ -208,12 +208,12 @@ def _open_pair(config: DataConfig, prefix: str, tokenizer: Mapping[str, str | in
 # What each entry script trains on, for tools that look at a run's data without running it.
 KINDS: Mapping[str, Callable[[RunConfig, Tokenizer], DatasetKind]] = MappingProxyType(
     {
-        "gpt": lambda run, tokenizer: gpt_dataset_kind(
+        "gpt": lambda run, tokenizer: make_gpt_dataset_kind(
             run.data, sequence_length=run.train.seq_length, seed=run.train.seed, tokenizer=tokenizer
         ),
-        "bert": bert_dataset_kind,
-        "t5": t5_dataset_kind,
-        "vlm": image_chat_dataset_kind,
-        "vision_classify": image_folder_dataset_kind,
+        "bert": make_bert_dataset_kind,
+        "t5": make_t5_dataset_kind,
+        "vlm": make_image_chat_dataset_kind,
+        "vision_classify": make_image_folder_dataset_kind,
     }
 )

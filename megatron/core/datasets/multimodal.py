@@ -313,7 +313,7 @@ def build_image_token_layout(
     )
 
 
-def image_chat_dataset_kind(run: RunConfig, tokenizer: Tokenizer, use: Use = "pixels") -> ImageChatDatasetKind:
+def make_image_chat_dataset_kind(run: RunConfig, tokenizer: Tokenizer, use: Use = "pixels") -> ImageChatDatasetKind:
     """Return the dataset kind of a vision-language model. use: what is read of images."""
     format, options = (
         run.data.chat.sft_tokenizer_prompt_format,

@@ -146,7 +146,7 @@ class ChatTemplate:
             whole, () if self._tells_answers else self._answer_spans(messages, tools, whole)
         )
 
-    def render_prompt_segments(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
+    def render_with_generation_prompt(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
         """Render a conversation with the next answer's generation prompt. `DataError` as in `render_segments`."""
         return self._split_into_segments(self._render(messages, tools, True), answers=())
 

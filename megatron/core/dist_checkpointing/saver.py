@@ -96,7 +96,7 @@ class BackgroundJob:
         """Whether it has ended."""
         return self._thread is None or not self._thread.is_alive()
 
-    def join(self) -> None:
+    def wait_until_ended(self) -> None:
         """Block until it has ended."""
         if self._thread is not None:
             self._thread.join()
@@ -268,7 +268,7 @@ class CheckpointSaver:
         """Wait for the save in progress. Returns its outcome; None if there was none."""
         outcome = None
         while self._in_flight is not None:
-            self._in_flight.job.join()
+            self._in_flight.job.wait_until_ended()
             outcome = self._advance_stage()
         return outcome
 
@@ -343,13 +343,13 @@ class CheckpointSaver:
         if in_flight.commits:
             failure, result = collectives.broadcast_object((in_flight.job.failure, in_flight.job.result), self.axis)
             size, notes = result or (0, [])
-            return self._outcome_of_ended_save([failure] if failure else [], notes, size)
+            return self._end_save_in_flight([failure] if failure else [], notes, size)
         results = collectives.gather_objects((in_flight.job.failure, in_flight.job.result), self.axis)
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(results) if failure]
         if failures:
             if self.axis.is_first:
                 checkpoint_folders.abandon_save(self.folder, in_flight.iteration, in_flight.save, files=self.files)
-            return self._outcome_of_ended_save(failures, [], 0)
+            return self._end_save_in_flight(failures, [], 0)
         in_flight.commits = True
         self._jobs += 1
         hashes = [written for _, written in results]
@@ -399,7 +399,7 @@ class CheckpointSaver:
             notes.append(f"no older checkpoint is deleted: {error}")
         return checkpoint_folders.folder_num_bytes(step.folder, files=self.files), notes
 
-    def _outcome_of_ended_save(self, problems: list[str], notes: list[str], size: int) -> SaveOutcome:
+    def _end_save_in_flight(self, problems: list[str], notes: list[str], size: int) -> SaveOutcome:
         """End the save in progress and return its outcome."""
         in_flight, self._in_flight = self._in_flight, None
         assert in_flight is not None, "a save is on its way"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.adapters import WHOLE, is_adapter_parameter, layer_module_path, linear_shapes_of_layer
-from megatron.core.config.flags import config_to_dict
+from megatron.core.config.flags import config_to_flat_dict
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
@@ -75,7 +75,7 @@ def planned_adapters(model: ModelConfig) -> Iterator[tuple[str, str, tuple[int, 
     for plan in network_layer_plans(model):
         shapes = linear_shapes_of_layer(model, plan)
         for one in plan.adapters:
-            rows = shapes[one.linear].rows_of_part(one.part)
+            rows = shapes[one.linear].row_offset_and_count_of_part(one.part)
             yield f"{layer_module_path(model, plan)}.{one.linear}", one.part, rows, one.scale
 
 
@@ -91,7 +91,7 @@ def require_adapters_fit_network(adapters: LoadedAdapter, model: ModelConfig) ->
         shape, theirs = shapes.get(pair.linear), (pair.second.shape[-2], pair.first.shape[-1])
         if shape is None or pair.part not in ("", *(part for part, _ in shape.parts)):
             problems.append(f"{pair.parameter_prefix}: this network has no such linear layer")
-        elif theirs != (mine := (shape.rows_of_part(pair.part)[1], shape.inputs)):
+        elif theirs != (mine := (shape.row_offset_and_count_of_part(pair.part)[1], shape.inputs)):
             problems.append(
                 f"{pair.parameter_prefix} is of a matrix of {theirs[0]} x {theirs[1]}, and this network has {mine[0]} x {mine[1]}"
             )
@@ -125,7 +125,7 @@ class InMemoryAdapterSource:
     """A `Source` of the tensors that a run with adapters loads, from an `LoadedAdapter`."""
 
     def __init__(self, adapters: LoadedAdapter) -> None:
-        self.where, self.settings = adapters.where, config_to_dict(adapters.model)
+        self.where, self.settings = adapters.where, config_to_flat_dict(adapters.model)
         self.values: dict[str, Any] = {BASE: dict(adapters.base)}
         self._tensors = {f"model.{name}": tensor for name, tensor in adapters.saved.items()}
         for pair in adapters.pairs:
@@ -156,7 +156,7 @@ class MergedAdapterSource:
         self.formats: Mapping[str, ShapeAndDtype] = {
             name: one for name, one in source.formats.items() if name.startswith("model.")
         }
-        self.settings: Mapping[str, Any] = {**source.settings, **config_to_dict(AdapterConfig())}
+        self.settings: Mapping[str, Any] = {**source.settings, **config_to_flat_dict(AdapterConfig())}
         self._saved = {f"model.{name}": tensor for name, tensor in adapters.saved.items()}
         if adapters.model.reward_head:
             self._replace_output_by_reward_head(adapters.saved["score.weight"])

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron.core.config.flags import config_to_dict
+from megatron.core.config.flags import config_to_flat_dict
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, PositionConfig
 
@@ -127,7 +127,7 @@ def read_plain_keys(keys: ErrorCollectingConfigReader, table: PlainKeys) -> dict
 
 def write_plain_keys(model: ModelConfig, table: PlainKeys) -> dict[str, Any]:
     """Return the keys of a table for a config.json."""
-    values = config_to_dict(model)
+    values = config_to_flat_dict(model)
     return {key: values[setting] for key, (setting, _) in table.items()}
 
 

@@ -99,11 +99,11 @@ def _read_deepseek_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": width * keys.positive_int("n_shared_experts"),
         "moe_layer_freq": format_layer_freq([place >= dense for place in range(layers)]) if dense else "1",
-        **read_scaling_factor(keys),
+        **read_routed_scaling_factor(keys),
     }
 
 
-def read_scaling_factor(keys: ErrorCollectingConfigReader) -> dict[str, float | None]:
+def read_routed_scaling_factor(keys: ErrorCollectingConfigReader) -> dict[str, float | None]:
     """Read the factor of what the experts return; 1 is none."""
     factor = keys.non_negative_float("routed_scaling_factor", 1.0)
     return {"moe_router_topk_scaling_factor": None if factor == 1.0 else factor}
@@ -119,7 +119,7 @@ def read_group_limited_routing_keys(keys: ErrorCollectingConfigReader, score: st
     return settings if used and groups > 1 else {}
 
 
-def check_sigmoid_routing(keys: ErrorCollectingConfigReader, settings: Mapping[str, Any]) -> None:
+def note_sigmoid_routing_problems(keys: ErrorCollectingConfigReader, settings: Mapping[str, Any]) -> None:
     """Note what of a routing by normalized sigmoids has no counterpart here."""
     used, groups = settings["moe_router_topk"], settings.get("moe_router_group_topk")
     if groups and used // groups != 2:
@@ -177,7 +177,7 @@ def _read_v3_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     keys.one_of("topk_method", ("noaux_tc",), "noaux_tc")
     keys.one_of("scoring_func", ("sigmoid",), "sigmoid")
     settings = {**_read_deepseek_keys(keys), **read_group_limited_routing_keys(keys, "sum", used=True)}
-    check_sigmoid_routing(keys, settings)
+    note_sigmoid_routing_problems(keys, settings)
     return {**settings, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 
 

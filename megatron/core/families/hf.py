@@ -292,7 +292,7 @@ def _match_mappings_to_files(
         if name in expected:
             problems += _shape_and_dtype_problems(name, stored.format, expected[name])
         else:
-            problems += [] if family.unused(model, name) else _unread_tensor_problem(name, files, family, depth)
+            problems += [] if family.unused(model, name) else _problems_of_unread_tensor(name, files, family, depth)
     if problems:
         return {}, problems
     return {row.ours: (row, [files[name] for name in row.theirs]) for row in rows}, _mixed_dtype_problems(rows, files)
@@ -323,7 +323,7 @@ def _present_mappings(
     return tuple(row for row in rows if not row.ours.startswith(lacking))
 
 
-def _unread_tensor_problem(
+def _problems_of_unread_tensor(
     name: str, files: Mapping[str, LazyCheckpointTensor], family: Family, depth: int
 ) -> list[str]:
     """Return what is wrong with a tensor that no mapping reads; [] for copies, buffers, layers from `depth` on."""

@@ -24,9 +24,9 @@ from megatron.core.families.config_json import (
     write_plain_keys,
 )
 from megatron.core.families.deepseek import (
-    check_sigmoid_routing,
+    note_sigmoid_routing_problems,
     read_group_limited_routing_keys,
-    read_scaling_factor,
+    read_routed_scaling_factor,
     write_routing_keys,
 )
 from megatron.core.families.llama import NO_BIAS, attention_mappings
@@ -200,10 +200,10 @@ def _read_moe_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
         **read_plain_keys(keys, _EXPERT_KEYS),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        **read_scaling_factor(keys),
+        **read_routed_scaling_factor(keys),
         **read_group_limited_routing_keys(keys, "sum", used=True),
     }
-    check_sigmoid_routing(keys, settings)
+    note_sigmoid_routing_problems(keys, settings)
     return settings
 
 

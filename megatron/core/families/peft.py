@@ -174,7 +174,7 @@ def _convert_peft_module_factors(
     part = parts[place] if len(parts) == len(row.theirs) else ""
     if part == "" and len(row.theirs) > 1:
         return f"{module} is a part of {linear} that has no adapter of its own here"
-    start, size = shape.rows_of_part(part)
+    start, size = shape.row_offset_and_count_of_part(part)
     their = row.op.theirs(torch.empty(places.whole[row.ours], device="meta"))[place]
     outputs, inputs = reversed(their.shape) if places.is_transposed(row) else their.shape
     if first.shape[0] != second.shape[1]:

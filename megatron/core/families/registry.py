@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from megatron.core.config.flags import config_from_dict, config_to_dict, flag_name
+from megatron.core.config.flags import config_from_flat_dict, config_to_flat_dict, flag_name
 from megatron.core.config.plan import LayerPlan, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.network import canonical_values, network_fields, unused_settings
@@ -33,17 +33,19 @@ from megatron.core.families.llava import DecoderFamilies, vlm_families
 from megatron.core.families.parameter_mapping import Family
 
 
-def _families_in(*modules: ModuleType) -> tuple[Family, ...]:
+def _families_in_modules(*modules: ModuleType) -> tuple[Family, ...]:
     return tuple(value for module in modules for value in vars(module).values() if isinstance(value, Family))
 
 
 # The first that can express a network is the one that it is exported as.
-_DECODERS = _families_in(gpt2, llama, mixtral, qwen, deepseek, gpt_oss, gemma, olmo, qwen_next, nemotron_h, bamba)
+_DECODERS = _families_in_modules(
+    gpt2, llama, mixtral, qwen, deepseek, gpt_oss, gemma, olmo, qwen_next, nemotron_h, bamba
+)
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *_DECODERS,
-        *_families_in(bert, t5, vision),
+        *_families_in_modules(bert, t5, vision),
         *vlm_families(DecoderFamilies(_DECODERS, lambda model, family: not lost_settings(model, family))),
     )
 }
@@ -77,7 +79,7 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
 
 def model_config_from_settings(settings: Mapping[str, Any]) -> ModelConfig:
     """Return the resolved model config of settings by field name, such as a `Source` has."""
-    return config_from_dict(RequestedModel, settings).resolve()
+    return config_from_flat_dict(RequestedModel, settings).resolve()
 
 
 def fitting_family(model: ModelConfig, name: str | None = None) -> Family:
@@ -110,7 +112,7 @@ def lost_settings(model: ModelConfig, family: Family) -> list[str]:
     restored, problems = family.settings_from_config(family.to_hf_config(model, {}))
     restored["mtp_num_layers"] = model.mtp.mtp_num_layers if family.beyond else None  # those are told by the weights
     again = model_config_from_settings(restored)
-    mine, back, silent = config_to_dict(model), config_to_dict(again), _roundtrip_exempt_settings(model)
+    mine, back, silent = config_to_flat_dict(model), config_to_flat_dict(again), _roundtrip_exempt_settings(model)
     meaning = canonical_values(model), canonical_values(again)
     unsaid = [
         f"{flag_name(name)} is {mine[name]}, there {back[name]}"
@@ -132,7 +134,7 @@ def _roundtrip_exempt_settings(model: ModelConfig) -> frozenset[str]:
         idle -= {"max_position_embeddings"}
     if model.moe.moe_router_topk_scaling_factor in (None, 1.0):
         idle |= {"moe_router_topk_scaling_factor"}
-    return idle | _ELSEWHERE | (config_to_dict(model).keys() - network_fields().keys())
+    return idle | _ELSEWHERE | (config_to_flat_dict(model).keys() - network_fields().keys())
 
 
 def _canonical_layer_plans(model: ModelConfig) -> list[LayerPlan]:

@@ -23,7 +23,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 @dataclass(frozen=True, slots=True)
-class BlockAttentionOptions:
+class BlockwiseAttentionOptions:
     """How the attention scores of a block of queries and keys are computed and masked.
 
     scale, softcap: as in `AttentionScoreModifiers`. seen: bool [b or 1, 1, queries, keys], True where a query attends
@@ -48,7 +48,7 @@ class BlockAttentionOptions:
         )
 
 
-def block_attention_forward(q: Tensor, k: Tensor, v: Tensor, block: BlockAttentionOptions) -> tuple[Tensor, Tensor]:
+def block_attention_forward(q: Tensor, k: Tensor, v: Tensor, block: BlockwiseAttentionOptions) -> tuple[Tensor, Tensor]:
     """Return the attention output over one block of keys [b, n, sq, dv], and the log-sum-exp of the scores [b, n, sq],
     both in accumulation dtype.
 
@@ -68,7 +68,7 @@ def block_attention_forward(q: Tensor, k: Tensor, v: Tensor, block: BlockAttenti
 
 
 def block_attention_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, block: BlockAttentionOptions
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, block: BlockwiseAttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v through one block of keys, in their shapes and in accumulation dtype.
 
@@ -111,7 +111,7 @@ def merge_attention_blocks(output: Tensor, lse: Tensor, more: Tensor, more_lse: 
     return (lse - finite).exp()[..., None] * output + (more_lse - finite).exp()[..., None] * more, both
 
 
-def _block_scores(q: Tensor, k: Tensor, block: BlockAttentionOptions) -> tuple[Tensor, Tensor | None]:
+def _block_scores(q: Tensor, k: Tensor, block: BlockwiseAttentionOptions) -> tuple[Tensor, Tensor | None]:
     """Return the scores [b, g, n/g, queries, keys], -inf where masked, and the derivative of the soft cap at each
     score; None if there is no cap.
     """

@@ -53,7 +53,7 @@ class OpTrial:
     max_error: Callable[[Any, torch.device, torch.dtype], float]
 
 
-def _gradient_trial(
+def _make_gradient_trial(
     op: str, inputs: tuple[Tensor, ...], call: Callable[..., Tensor], definition: Callable[..., Any]
 ) -> OpTrial:
     """Return the trial that compares an op's result and the gradients of all inputs with those of its definition.
@@ -77,18 +77,18 @@ def _gradient_trial(
 
 def trials_for_ops_of_run(config: RunConfig, need: KernelRequirements) -> Iterator[OpTrial]:
     """Yield a trial for every op that training with this config calls, or decoding with its network."""
-    model, draw = config.model, _seeded_randn(0)
+    model, draw = config.model, _make_seeded_randn(0)
     width = min(model.hidden_size or WIDEST, WIDEST)
     length = min(config.train.seq_length or LONGEST, LONGEST)
     yield _attention_trial(config, need, draw, length)
     rows, is_layer_norm = draw(8, 2, width), model.normalization == "LayerNorm"
     norm = "layer_norm" if is_layer_norm else "rms_norm"
     weights = (1 + draw(width), *((draw(width),) if is_layer_norm else ()))
-    yield _gradient_trial(
+    yield _make_gradient_trial(
         norm, (rows, *weights), lambda op, *given: op(*given, model.norm_epsilon), getattr(reference, norm)
     )
     if model.has_plain_pre_norm:
-        yield _gradient_trial(
+        yield _make_gradient_trial(
             "residual_norm",
             (rows, draw(8, 2, width), *weights),
             partial(_call_residual_norm_and_concat, epsilon=model.norm_epsilon),
@@ -102,20 +102,22 @@ def trials_for_ops_of_run(config: RunConfig, need: KernelRequirements) -> Iterat
     if model.can_fuse_mlp_bias:
         yield _bias_activation_trial(model, draw, width, gating)
     if gating is not None:
-        yield _gradient_trial(
+        yield _make_gradient_trial(
             "gated_activation",
             (draw(8, 2, 2 * width),),
             lambda op, x: op(x, model.activation_name, gating),
             reference.gated_activation,
         )
     else:
-        yield _gradient_trial("activation", (rows,), lambda op, x: op(x, model.activation_name), reference.activation)
+        yield _make_gradient_trial(
+            "activation", (rows,), lambda op, x: op(x, model.activation_name), reference.activation
+        )
     yield from _qkv_op_trials(config, draw, length)
     yield _cross_entropy_trial(config, draw, width)
     if model.moe.num_experts:
         experts, wide = min(model.moe.num_experts, MOST_EXPERTS), min(model.moe.moe_ffn_hidden_size or WIDEST, WIDEST)
         counts = torch.arange(experts) * 3 % 7  # uneven, and one with none
-        yield _gradient_trial(
+        yield _make_gradient_trial(
             "grouped_linear",
             (draw(int(counts.sum()), width), draw(experts, wide, width) / width**0.5),
             lambda op, x, weight: op(x, weight, counts.to(x.device)),
@@ -137,7 +139,7 @@ def _adamw_and_fp8_trials(config: RunConfig, need: KernelRequirements, draw: Dra
         yield OpTrial("adamw", adamw.adamw_kernel_error)
     if need.low.recipe_name and need.low.fp4_format is None:
         yield OpTrial("quantise", partial(quantize_kernel_error, need.low))
-        yield _gradient_trial(
+        yield _make_gradient_trial(
             "low_linear",
             (draw(16, 2, width), draw(32, width) / width**0.5, draw(32)),
             partial(call_low_linear_kernel, need.low),
@@ -191,7 +193,7 @@ def trial_error_or_exception(
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def _seeded_randn(seed: int) -> Draw:
+def _make_seeded_randn(seed: int) -> Draw:
     return partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -230,7 +232,7 @@ def _attention_trial(config: RunConfig, need: KernelRequirements, draw: Draw, le
         }
         return op(q, k, v, replace(mask, **there), 0.0, scores)
 
-    return _gradient_trial(
+    return _make_gradient_trial(
         "attention",
         (draw(length, 2, heads, keys), draw(length, 2, groups, keys), draw(length, 2, groups, values)),
         call_attention,
@@ -245,7 +247,7 @@ def _cross_entropy_trial(config: RunConfig, draw: Draw, width: int) -> OpTrial:
     tokens, words = 24, 60
     targets = (torch.arange(tokens) * 7 % (words + 1)) - 1
     known = VocabularyShard(0, words, config.model.final_logit_softcap, lambda stated: stated)
-    return _gradient_trial(
+    return _make_gradient_trial(
         "cross_entropy",
         (draw(tokens, width), draw(words + 4, width) / width**0.5),
         lambda op, x, weight: op(x, weight, None, targets.to(x.device), known),
@@ -296,7 +298,7 @@ def _rotary_trials(config: RunConfig, draw: Draw, length: int) -> Iterator[OpTri
         """Call a rotary_qkv op and return its parts as one vector."""
         return torch.cat([part.flatten() for part in op(x, counts, *cos_and_sin(x), pairs)])
 
-    yield _gradient_trial(
+    yield _make_gradient_trial(
         "rotary",
         (draw(length, 2, 2, max(size, turned)),),
         lambda op, x: op(x, *cos_and_sin(x), pairs),
@@ -305,7 +307,7 @@ def _rotary_trials(config: RunConfig, draw: Draw, length: int) -> Iterator[OpTri
     if config.model.rotates_fused_qkv:
         heads, groups = _trial_heads_and_groups(config.model)
         counts = heads, *((heads,) if config.model.attention_output_gate else ()), groups, groups
-        yield _gradient_trial(
+        yield _make_gradient_trial(
             "rotary_qkv", (draw(length, 2, sum(counts), max(size, turned)),), call_rotary_qkv, reference.rotary_qkv
         )
 
@@ -322,7 +324,9 @@ def _split_qkv_trial(model: ModelConfig, draw: Draw) -> OpTrial:
         # Gradients lie as those of attention do, [b, n, s, d].
         return torch.cat([part.permute(1, 2, 0, 3).flatten() for part in op(x, counts, bias)])
 
-    return _gradient_trial("split_qkv", (draw(40, 2, sum(counts), size), *bias), call_split_qkv, reference.split_qkv)
+    return _make_gradient_trial(
+        "split_qkv", (draw(40, 2, sum(counts), size), *bias), call_split_qkv, reference.split_qkv
+    )
 
 
 def _bias_activation_trial(
@@ -340,7 +344,7 @@ def _bias_activation_trial(
         return torch.cat([op(x, bias, model.activation_name, gating).flatten(), *of_experts])
 
     rows = draw(40, 2, wide)  # more than one program sums
-    return _gradient_trial(
+    return _make_gradient_trial(
         "bias_activation", (rows, draw(wide), *experts), call_bias_activation, reference.bias_activation
     )
 
@@ -356,7 +360,7 @@ def _permute_trial(draw: Draw, width: int) -> OpTrial:
         there, tokens = places.to(x.device), (rows // 2)[:, None].to(x.device)
         return op(op(x, tokens, there, True, True), there, tokens, True, True)
 
-    return _gradient_trial("permute", (draw(6, width),), permute_and_back, _permute_reference)
+    return _make_gradient_trial("permute", (draw(6, width),), permute_and_back, _permute_reference)
 
 
 def _permute_reference(values: Tensor, places: Tensor, back: Tensor, empties: bool, losses: bool) -> Tensor:
@@ -368,13 +372,13 @@ def _state_space_trials(model: ModelConfig, need: KernelRequirements, draw: Draw
     """Yield the trials of causal convolution and scans for the mixers that the network has, with 4 heads in 2 groups."""
     hybrid, segments = model.hybrid, (torch.arange(length) * 3 // length).expand(2, length) if need.documents else None
 
-    def segments_on(device: torch.device) -> Tensor | None:
+    def segment_ids_on_device(device: torch.device) -> Tensor | None:
         return None if segments is None else segments.to(device)
 
     def call_causal_conv(op: Op, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return op(x, weight, bias, segments_on(x.device))
+        return op(x, weight, bias, segment_ids_on_device(x.device))
 
-    yield _gradient_trial(
+    yield _make_gradient_trial(
         "causal_conv",
         (draw(length, 2, 24), draw(24, hybrid.linear_conv_kernel_dim), draw(24)),
         call_causal_conv,
@@ -386,9 +390,11 @@ def _state_space_trials(model: ModelConfig, need: KernelRequirements, draw: Draw
         def call_selective_scan(
             op: Callable[..., Any], x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor
         ) -> Tensor:
-            return _concat_output_and_state(op(x, F.softplus(dt - 2), -a.exp(), b, c, segments=segments_on(x.device)))
+            return _concat_output_and_state(
+                op(x, F.softplus(dt - 2), -a.exp(), b, c, segments=segment_ids_on_device(x.device))
+            )
 
-        yield _gradient_trial(
+        yield _make_gradient_trial(
             "selective_scan",
             (draw(length, 2, 4, size), draw(length, 2, 4), draw(4), *(draw(length, 2, 2, depth) for _ in "bc")),
             call_selective_scan,
@@ -401,9 +407,11 @@ def _state_space_trials(model: ModelConfig, need: KernelRequirements, draw: Draw
             op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
         ) -> Tensor:
             q, k = (F.normalize(each, dim=-1) for each in (q, k))
-            return _concat_output_and_state(op(q, k, v, -F.softplus(g), beta.sigmoid(), segments=segments_on(q.device)))
+            return _concat_output_and_state(
+                op(q, k, v, -F.softplus(g), beta.sigmoid(), segments=segment_ids_on_device(q.device))
+            )
 
-        yield _gradient_trial(
+        yield _make_gradient_trial(
             "delta_rule_scan",
             (
                 *(draw(length, 2, 2, keys) for _ in "qk"),
@@ -472,7 +480,7 @@ def _result_and_gradients(call: Callable[..., Tensor], op: Op, inputs: list[Tens
     """Return the result of call(op, *inputs) and the gradients of all inputs, for a random gradient of the result."""
     leaves = [one.detach().requires_grad_() for one in inputs]
     result = call(op, *leaves)
-    pull = _seeded_randn(1)(*result.shape)
+    pull = _make_seeded_randn(1)(*result.shape)
     gradients = torch.autograd.grad(result, leaves, pull.to(result.device, result.dtype))
     return [result.detach(), *gradients]
 

@@ -3,7 +3,7 @@
     documents   0 0 0 1 1 | 0 1 1 1 1     rows of a batch
     starts      0     3     5 6       10   where each document begins, and the end of the last
 
-How many there are is known on the host when a batch is made, and would have to be waited for later: so `cache_packed_document_starts` counts them there, in numpy, and the
+How many there are is known on the host when a batch is made, and would have to be waited for later: so `memoize_packed_document_starts` counts them there, in numpy, and the
 mask of a forward pass finds them by its tensor of documents.
 """
 
@@ -36,7 +36,7 @@ def _packed_document_starts_cache() -> WeakTensorKeyDictionary:
     return WeakTensorKeyDictionary()
 
 
-def cache_packed_document_starts(documents: Tensor, on_host: np.ndarray) -> None:
+def memoize_packed_document_starts(documents: Tensor, on_host: np.ndarray) -> None:
     """Compute the document starts of a batch on the host and remember them for `cached_packed_document_starts`.
 
     documents: [b, s], numbers of documents, each document contiguous, on their way to a device; it is the key of the
@@ -52,7 +52,7 @@ def cache_packed_document_starts(documents: Tensor, on_host: np.ndarray) -> None
 
 
 def cached_packed_document_starts(documents: Tensor | None) -> PackedDocumentStarts | None:
-    """Return the starts that `cache_packed_document_starts` computed for this tensor of documents [b, s]; None if it
+    """Return the starts that `memoize_packed_document_starts` computed for this tensor of documents [b, s]; None if it
     computed none.
     """
     return None if documents is None else _packed_document_starts_cache().get(documents)

@@ -131,11 +131,13 @@ def count_rank_parameters(
     alike = not trained or not (adapter.freeze or adapter.lora_modules_to_save)  # whose patterns may name layers
     plans = [replace(plan, index=0) if alike else plan for stage in stages for plan in stage.layers]
     layers = [_count_layer_parameters(model, split, plan, trained) for plan in plans]
-    rest = sum(_count_nonlayer_parameters(model, split, _drop_stage_layers(model, stage), trained) for stage in stages)
+    rest = sum(
+        _count_nonlayer_parameters(model, split, _stage_without_layers(model, stage), trained) for stage in stages
+    )
     return RankParameterCounts(sum(total for total, _ in layers), sum(experts for _, experts in layers), rest)
 
 
-def _drop_stage_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
+def _stage_without_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
     """Return the stage without layers that do not affect the rest: stages that differ in them are built once."""
     if model.architecture == "t5":  # the stage that ends the encoder has the final norm
         return stage

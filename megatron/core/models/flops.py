@@ -121,7 +121,7 @@ def frozen_weight_bytes(config: RunConfig, frozen: RankParameterCounts) -> float
     return of_layers * frozen.layers + size * frozen.rest
 
 
-def _optimizer_shards(config: RunConfig, data_parallel_size: int) -> int:
+def _num_optimizer_shards(config: RunConfig, data_parallel_size: int) -> int:
     """Return over how many of the data-parallel ranks the optimizer state is sharded."""
     sharded = config.parallel.use_distributed_optimizer or config.parallel.use_torch_fsdp2
     return data_parallel_size if sharded else 1
@@ -137,7 +137,7 @@ def training_state_bytes_per_param(config: RunConfig, data_parallel_size: int = 
     weight, gradient = BYTES[config.precision.param_dtype_name], BYTES[config.precision.gradient_dtype_name]
     if config.parallel.use_torch_fsdp2:
         return (2 * max(4, weight) + owned_bytes_per_parameter(config)) / data_parallel_size
-    return weight + gradient + owned_bytes_per_parameter(config) / _optimizer_shards(config, data_parallel_size)
+    return weight + gradient + owned_bytes_per_parameter(config) / _num_optimizer_shards(config, data_parallel_size)
 
 
 def owned_bytes_per_parameter(config: RunConfig) -> float:
@@ -165,7 +165,7 @@ def update_temporaries_per_parameter(config: RunConfig, data_parallel_size: int 
         or config.precision.use_precision_aware_optimizer
     ):
         return 0.0
-    return 4 / _optimizer_shards(config, data_parallel_size)
+    return 4 / _num_optimizer_shards(config, data_parallel_size)
 
 
 def offloaded_bytes_per_parameter(config: RunConfig, data_parallel_size: int = 1) -> float:
@@ -173,7 +173,7 @@ def offloaded_bytes_per_parameter(config: RunConfig, data_parallel_size: int = 1
     if not config.optimizer.optimizer_cpu_offload:
         return 0.0
     offloaded = config.optimizer.optimizer_offload_fraction * owned_bytes_per_parameter(config)
-    return offloaded / _optimizer_shards(config, data_parallel_size)
+    return offloaded / _num_optimizer_shards(config, data_parallel_size)
 
 
 def estimate_memory_by_pipeline_rank(
@@ -199,7 +199,7 @@ def estimate_memory_by_pipeline_rank(
         # other parameters than matrices have two moments
         if config.optimizer.is_muon and config.optimizer.elementwise_optimizer == "adam":
             moment = max(4, BYTES[config.precision.param_dtype_name])
-            state += trained.rest * moment / _optimizer_shards(config, replicas)
+            state += trained.rest * moment / _num_optimizer_shards(config, replicas)
         stages_memory.append(
             RankMemory(
                 held.total,

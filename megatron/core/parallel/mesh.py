@@ -109,7 +109,7 @@ class Mesh:
         backend = process_group_backend(device, parallel.distributed_backend)
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         lists = {
-            name: _add_rank_offset(groups, ranks.start)
+            name: _shift_ranks_of_groups(groups, ranks.start)
             for name, groups in axis_rank_groups(parallel, len(ranks)).items()
         }
         lists["pp_backward"] = lists["pp"]
@@ -128,7 +128,7 @@ class Mesh:
             axes[mesh_field.name] = create_axis(mesh_field.name, lists[mesh_field.name])
         groups = {}
         hybrid_cp = tuple(
-            create_axis(name, _add_rank_offset(each, ranks.start))
+            create_axis(name, _shift_ranks_of_groups(each, ranks.start))
             for name, each in hybrid_cp_rank_groups(parallel, len(ranks)).items()
         )
         return Mesh(device=device, hybrid_cp=hybrid_cp, **axes)
@@ -192,7 +192,7 @@ class SplitMeshJob:
         return SplitMeshJob(meshes[rank >= training], training, tensors, objects)
 
 
-def _add_rank_offset(groups: tuple[tuple[int, ...], ...], first: int) -> tuple[tuple[int, ...], ...]:
+def _shift_ranks_of_groups(groups: tuple[tuple[int, ...], ...], first: int) -> tuple[tuple[int, ...], ...]:
     """Return the groups with `first` added to every rank."""
     return tuple(tuple(first + rank for rank in group) for group in groups)
 

@@ -149,13 +149,13 @@ class ActivationOffload:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             yield
             return
-        stay = {tensor.untyped_storage()._cdata for part in parts for tensor in _weights_and_main_grads(part)}
+        stay = {tensor.untyped_storage()._cdata for part in parts for tensor in _param_and_main_grad_tensors(part)}
         self._last = group = _OffloadGroup(self, stay, self._last)
         with torch.autograd.graph.saved_tensors_hooks(group.pack, group.unpack):
             yield
 
 
-def _weights_and_main_grads(module: nn.Module) -> Iterator[Tensor]:
+def _param_and_main_grad_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters of a module, and the sums (any shape) of their main gradients."""
     for param in module.parameters():
         yield param
@@ -164,7 +164,7 @@ def _weights_and_main_grads(module: nn.Module) -> Iterator[Tensor]:
 
 
 @contextmanager
-def no_activation_offload() -> Iterator[None]:
+def disable_activation_offload() -> Iterator[None]:
     """Context manager: what autograd saves inside stays on the device, whichever contexts surround it."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         yield
@@ -174,15 +174,15 @@ def wrap_forward_in_context(module: nn.Module, make_context: Callable[[], Any]) 
     """Register hooks that run every forward pass of a module inside the context manager that `make_context()` returns."""
     entered: list[Any] = []
 
-    def enter_module_context(*_: Any) -> None:
+    def make_and_enter_context(*_: Any) -> None:
         entered.append(make_context())
         entered[-1].__enter__()
 
-    def exit_module_context(*_: Any) -> None:
+    def exit_last_entered_context(*_: Any) -> None:
         entered.pop().__exit__(None, None, None)
 
-    module.register_forward_pre_hook(enter_module_context)
-    module.register_forward_hook(exit_module_context, always_call=True)
+    module.register_forward_pre_hook(make_and_enter_context)
+    module.register_forward_hook(exit_last_entered_context, always_call=True)
 
 
 def _byte_view(tensor: Tensor, low: int, high: int) -> Tensor:

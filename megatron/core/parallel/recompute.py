@@ -72,7 +72,7 @@ def recompute(
     return _Recompute.apply(function, streams, axis, *tensors)
 
 
-def recompute_intermediate(
+def run_recomputing_intermediate(
     first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Any], x: Tensor
 ) -> tuple[Any, Tensor]:
     """Return (second(first(x)), first(x)); what `second` saves of first(x) for its backward pass is recomputed there.
@@ -98,7 +98,7 @@ def recompute_intermediate(
         return second(intermediate), intermediate
 
 
-def recompute_intermediates(
+def run_recomputing_intermediates(
     first: Callable[..., tuple[Tensor, ...]], second: Callable[..., Tensor], *tensors: Tensor
 ) -> Tensor:
     """Return second(*first(*tensors)); outputs of `first` are recomputed when the backward pass needs one.

@@ -59,7 +59,7 @@ class PipelineWork(Protocol):
         stage's last one in this plan and delays no weight gradients.
         """
 
-    def reduce_gradients(self, stage: int) -> None:
+    def start_gradient_reduction(self, stage: int) -> None:
         """Start the data-parallel reduction of the stage's gradients, which are complete."""
 
 
@@ -175,7 +175,7 @@ class _ScriptRunner:
         elif action.op == "W":
             self.axes["F"].overlap.wgrad_store.pop((action.stage, action.microbatch))
         else:
-            self.work.reduce_gradients(action.stage)
+            self.work.start_gradient_reduction(action.stage)
 
     def wait_for_sends(self) -> None:
         """Wait until everything has been sent."""

@@ -46,7 +46,7 @@ class ScheduleError(Exception):
     """A plan that cannot be carried out; the message names the actions at fault."""
 
 
-def training_plan_of_run(config: RunConfig, num_microbatches: int) -> Plan:
+def pipeline_plan_of_run(config: RunConfig, num_microbatches: int) -> Plan:
     """Return the plan of one training step of a run."""
     parallel = config.parallel
     return pipeline_training_plan(

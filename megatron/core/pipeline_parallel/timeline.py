@@ -129,9 +129,9 @@ class _PlanSimulation:
     def _finish_time(self, time: float, actions: Sequence[Action]) -> float:
         """Return when actions that start at `time` end; a pair takes the sum of its times."""
         for action in actions:
-            time += _select_stage_time(self.time[action.op], action.stage)
+            time += _time_of_stage(self.time[action.op], action.stage)
             if self.splits and action.op == "B":
-                time -= _select_stage_time(self.time["W"], action.stage)
+                time -= _time_of_stage(self.time["W"], action.stage)
         return time
 
 
@@ -194,7 +194,7 @@ def draw_text_timeline(plan: Plan, timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
-def _select_stage_time(time: float | Sequence[float], stage: int) -> float:
+def _time_of_stage(time: float | Sequence[float], stage: int) -> float:
     """Return a stage's time from a number for all stages or one for each."""
     return time[stage] if isinstance(time, Sequence) else time
 

@@ -44,7 +44,7 @@ def register_scaling_for_compile(scaling: LowPrecisionScaling) -> None:
     _scalings_by_handle()[number], scaling.handle = scaling, torch.tensor(number, device="cpu")
 
 
-def _linear_options_by_handle(handle: Tensor) -> LowPrecisionLinearOptions:
+def _linear_options_from_handle(handle: Tensor) -> LowPrecisionLinearOptions:
     """Return the options of the layer whose scaling has this handle."""
     return LowPrecisionLinearOptions(_scalings_by_handle()[int(handle)])
 
@@ -55,7 +55,7 @@ def _low_precision_matmul_op(
     x: Tensor, weight: Tensor, handle: Tensor, block: int, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """For graphs: return x W^T, and x rounded with its scales, or two empty tensors if x itself is saved."""
-    way = _linear_options_by_handle(handle)
+    way = _linear_options_from_handle(handle)
     output, kept, scales, _ = low_precision_forward(x, weight, saved_input_form(way.scaling.recipe), way)
     if block == _WHOLE:
         return output.contiguous(), x.new_empty(0), x.new_empty(0)
@@ -84,7 +84,7 @@ def _low_precision_gradients_op(
 
     kept, scales: from `_low_precision_matmul_op`, or x and None.
     """
-    own, of_weight = low_precision_backward(gradient, weight, kept, scales, _linear_options_by_handle(handle))
+    own, of_weight = low_precision_backward(gradient, weight, kept, scales, _linear_options_from_handle(handle))
     return own.reshape(*gradient.shape[:-1], own.shape[-1]).contiguous(), of_weight.contiguous()
 
 

@@ -71,7 +71,7 @@ def measure_corpus_round_trips(tokenizer: Tokenizer, batches: Iterable[Sequence[
             result.highest = max(result.highest, max(ids, default=-1))
             if back != text:
                 result.lost += 1
-                result.first_loss = result.first_loss or _describe_round_trip_loss(text, back)
+                result.first_loss = result.first_loss or _describe_first_text_difference(text, back)
     return result
 
 
@@ -110,7 +110,7 @@ def _examine_round_trips(tokenizer: Tokenizer, findings: TokenizerFindings) -> N
     for kind, text in DIFFICULT.items():
         back = _decode_without_added_ids(tokenizer, tokenizer.tokenize(text))
         if back != text:
-            lost.append(f"{kind} ({_describe_round_trip_loss(text, back)})")
+            lost.append(f"{kind} ({_describe_first_text_difference(text, back)})")
     if lost and promises_round_trips(tokenizer):
         findings.wrong.append(
             f"{len(lost)} of {len(DIFFICULT)} kinds of text do not come back from their ids: {'; '.join(lost)}"
@@ -162,7 +162,7 @@ def _decode_without_added_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return tokenizer.detokenize(ids)
 
 
-def _describe_round_trip_loss(text: str, back: str) -> str:
+def _describe_first_text_difference(text: str, back: str) -> str:
     """Describe where a text and its round trip first differ."""
     place = next(
         (place for place, (left, right) in enumerate(zip(text, back)) if left != right), min(len(text), len(back))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from megatron.core.config.settings.run import ActivationOffloadConfig
-from megatron.core.parallel.offload import ActivationOffload, no_activation_offload, wrap_forward_in_context
+from megatron.core.parallel.offload import ActivationOffload, disable_activation_offload, wrap_forward_in_context
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.stack import TransformerStack
@@ -42,7 +42,8 @@ def set_up_activation_offload(stage: nn.Module, config: ActivationOffloadConfig,
     for layer in layers if config.fine_grained_activation_offloading else ():
         for name, part in _offloadable_modules(layer):
             wrap_forward_in_context(
-                part, partial(offload.offloading, part) if name in config.offload_modules else no_activation_offload
+                part,
+                partial(offload.offloading, part) if name in config.offload_modules else disable_activation_offload,
             )
 
 

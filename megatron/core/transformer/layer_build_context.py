@@ -22,7 +22,7 @@ from megatron.core.kernels.packed_document_starts import cached_packed_document_
 from megatron.core.kernels.reference import GatedActivationOptions
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.recompute import recompute_intermediate
+from megatron.core.parallel.recompute import run_recomputing_intermediate
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import (
     FusedWeightSegment,
@@ -182,7 +182,7 @@ class LayerBuildContext:
     ) -> tuple[Any, Tensor]:
         """Return linear(norm(x)) and norm(x) of x [s, b, h], which linear does not save if norms are recomputed."""
         if norm is not None and self.recomputes_module("layernorm"):
-            return recompute_intermediate(norm, linear, x)
+            return run_recomputing_intermediate(norm, linear, x)
         normed = x if norm is None else norm(x)
         return linear(normed), normed
 

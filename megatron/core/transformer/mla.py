@@ -27,7 +27,7 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.attention import gather_context_parallel_keys
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
-from megatron.core.parallel.recompute import recompute_intermediates
+from megatron.core.parallel.recompute import run_recomputing_intermediates
 from megatron.core.parallel.spec import FusedWeightSegment
 from megatron.core.transformer.attention import attend
 from megatron.core.transformer.forward_context import ForwardContext
@@ -83,7 +83,7 @@ class MultiLatentAttention(nn.Module):
             )
             return self.linear_proj(result), normed
 
-        def up_project_latents(query: Tensor, latent: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
+        def up_project_to_qkv(query: Tensor, latent: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
             return self._rotated_query_heads(query, table), *self._key_and_value_heads(latent, shared, table)
 
         def core_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -95,9 +95,9 @@ class MultiLatentAttention(nn.Module):
 
         if self.build.recomputes_module("mla_up_proj"):
             return self.linear_proj(
-                recompute_intermediates(up_project_latents, core_attention, query, latent, shared)
+                run_recomputing_intermediates(up_project_to_qkv, core_attention, query, latent, shared)
             ), normed
-        return self.linear_proj(core_attention(*up_project_latents(query, latent, shared))), normed
+        return self.linear_proj(core_attention(*up_project_to_qkv(query, latent, shared))), normed
 
     def absorbed_attention(
         self, q: Tensor, kept: Tensor, mask: AttentionMaskSpec, kernel: Callable[..., Tensor] | None = None

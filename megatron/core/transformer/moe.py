@@ -19,7 +19,7 @@ from torch.autograd import Function
 from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels import grouped, reference
 from megatron.core.kernels.grouped import weighted_bias_of_expert_rows
-from megatron.core.parallel.recompute import recompute, recompute_intermediate
+from megatron.core.parallel.recompute import recompute, run_recomputing_intermediate
 from megatron.core.parallel.spec import (
     FusedWeightSegment,
     Initial,
@@ -156,7 +156,7 @@ class GroupedMLP(nn.Module):
         given = (rows.weights, self.linear_fc1.bias, rows.counts) if skips else (rows.weights,)
         down = partial(self.linear_fc2, counts=rows.counts, weights=rows.weights)
         if self.build.recomputes_module("moe_act"):
-            return recompute_intermediate(
+            return run_recomputing_intermediate(
                 lambda x: recompute(self._activate_and_weigh, self.build.streams, x, *given), down, wide
             )[0]
         return down(self._activate_and_weigh(wide, *given))

@@ -57,13 +57,13 @@ class CausalConvParameters(nn.Module):
         heads = [part.shape[2] * exchange.axis.size // times for part, times in zip(parts, copies, strict=True)]
         channels = [count * part.shape[3] for count, part in zip(heads, parts, strict=True)]
 
-        def local_channels(x: Tensor) -> Tensor:
+        def channels_of_this_cp_rank(x: Tensor) -> Tensor:
             pieces = zip(x.split(channels), heads, copies, strict=True)
             return torch.cat([exchange.shard_parameter(piece, count, times) for piece, count, times in pieces])
 
         joined = torch.cat([part.flatten(2) for part in parts], dim=-1)
-        bias = None if self.bias is None else local_channels(self.bias)
-        made = kernels.causal_conv(joined, local_channels(self.weight[:, 0]), bias, segments, before)
+        bias = None if self.bias is None else channels_of_this_cp_rank(self.bias)
+        made = kernels.causal_conv(joined, channels_of_this_cp_rank(self.weight[:, 0]), bias, segments, before)
         split = made.split([part.shape[2] * part.shape[3] for part in parts], dim=-1)
         return [one.unflatten(2, part.shape[2:]) for one, part in zip(split, parts, strict=True)], joined
 

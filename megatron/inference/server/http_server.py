@@ -29,7 +29,7 @@ _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: clos
 _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class ServerFailed(Exception):
+class EngineFailed(Exception):
     """The engine has failed; the message says why."""
 
 
@@ -194,14 +194,14 @@ def serve_on_socket(
     ready: Callable[[str], None] = lambda address: None,
 ) -> None:
     """Serve on a socket until a signal. The service must be started; it is stopped on return. ready: called with the
-    address once it listens. Raises `ServerFailed`.
+    address once it listens. Raises `EngineFailed`.
     """
     try:
         DrainingServer(app, service, drain_seconds, ready).run([sock])
     finally:
         service.stop()
     if service.failure_reason:
-        raise ServerFailed(service.failure_reason)
+        raise EngineFailed(service.failure_reason)
 
 
 def run_follower_ignoring_signals(

@@ -94,7 +94,7 @@ def chatml_prompt(messages: Sequence[Mapping[str, Any]]) -> str:
     return "".join(texts) + "<|im_start|>assistant\n"
 
 
-def _response_to_agent_request(
+def _generate_agent_response(
     rollout: _AgentRollout, path: str, request: Mapping[str, Any], seconds: float
 ) -> dict[str, Any]:
     """Return the response to a request of OpenAI's completions or chat API. Raises `_AgentRequestRefused` if it is not
@@ -149,7 +149,7 @@ def _agent_request_handler(rollouts: Mapping[str, _AgentRollout], seconds: float
                 return
             try:
                 request = json.loads(self.rfile.read(length))
-                self._reply(200, _response_to_agent_request(rollout, path, dict(request), seconds))
+                self._reply(200, _generate_agent_response(rollout, path, dict(request), seconds))
             except (_AgentRequestRefused, ValueError, TypeError) as error:
                 self._reply(400, {"error": {"message": str(error)}})
             except BaseException as error:  # noqa: BLE001 - the rollout failed, ended or is paused, which the agent has to know

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, config_to_dict
+from megatron.core.config.flags import ConfigError, config_to_flat_dict
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
 from megatron.core.dist_checkpointing.source import CheckpointSource
@@ -107,7 +107,7 @@ def _run_settings_of_source(source: CheckpointSource) -> dict[str, Any]:
     network = (
         {}
         if "architecture" in source.settings and not is_hf_checkpoint(source.where)
-        else config_to_dict(model_config_from_settings(source.settings))
+        else config_to_flat_dict(model_config_from_settings(source.settings))
     )
     tokenizer = tokenizer_settings_of_folder(Path(source.where)) if is_hf_checkpoint(source.where) else {}
     return {**source.settings, **network, **tokenizer}

@@ -22,9 +22,9 @@ from torch import Tensor
 from megatron.core.config.flags import (
     ConfigError,
     add_config_arguments,
-    config_from_dict,
+    config_from_flat_dict,
     config_from_namespace,
-    config_to_dict,
+    config_to_flat_dict,
 )
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.vision import VisionConfig
@@ -52,7 +52,7 @@ class CombinedVisionLanguageSource:
         self.where = f"{language.where} and {vision.where}"
         model = _combined_vlm_config(language, vision, given)
         tokenizer = tokenizer_settings_of_folder(Path(language.where)) if is_hf_checkpoint(language.where) else {}
-        self.settings = {**language.settings, **config_to_dict(model), **tokenizer}
+        self.settings = {**language.settings, **config_to_flat_dict(model), **tokenizer}
         self.values = {name: value for name, value in language.values.items() if name == "run.tokenizer"}
         expected = {f"model.{name}" for name in global_parameter_shapes(model)}
         encoder = {name: one for name, one in vision.formats.items() if name.startswith(_ENCODER) and name in expected}
@@ -94,7 +94,7 @@ def _combined_vlm_config(language: CheckpointSource, vision: CheckpointSource, g
     for name in ("img_h", "img_w"):
         if getattr(given, name) == getattr(VisionConfig(), name):
             changes[name] = getattr(own, name)
-    requested = config_from_dict(RequestedModel, language.settings)
+    requested = config_from_flat_dict(RequestedModel, language.settings)
     return replace(requested, vision=replace(given, **changes)).resolve()
 
 

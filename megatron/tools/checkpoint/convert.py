@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, config_to_dict
+from megatron.core.config.flags import ConfigError, config_to_flat_dict
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
 from megatron.core.dist_checkpointing.saved import NativeCheckpoint
@@ -119,7 +119,7 @@ def write_converted(
         return args.save, remarks
     settings = dict(source.settings)
     if checkpoint_format != OWN:  # what it leaves out has its default
-        settings = {**settings, **config_to_dict(model_config_from_settings(settings))}
+        settings = {**settings, **config_to_flat_dict(model_config_from_settings(settings))}
         settings |= (
             tokenizer_settings_of_folder(Path(source.where))
             if checkpoint_format == PUBLISHED

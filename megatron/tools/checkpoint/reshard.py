@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.config.flags import config_to_dict
+from megatron.core.config.flags import config_to_flat_dict
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.load import OPTIONAL
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
@@ -53,7 +53,7 @@ def rewrite_and_compare(args: argparse.Namespace) -> str:
     source = filtered_and_cast_source(opened, args)
     settings: dict[str, Any] = dict(source.settings)
     if "architecture" not in settings:  # what a format leaves out has its default
-        settings |= config_to_dict(model_config_from_settings(settings))
+        settings |= config_to_flat_dict(model_config_from_settings(settings))
     iteration = source.values.get("run.progress", {}).get("iteration", 0) if args.iteration is None else args.iteration
     path = rewrite_checkpoint(
         source,

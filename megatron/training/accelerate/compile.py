@@ -102,13 +102,13 @@ class LayerCompiler:
         self._first, self.again = True, 0
 
     @contextmanager
-    def watch_step(self, iteration: int) -> Iterator[None]:
+    def log_new_graphs_of_step(self, iteration: int) -> Iterator[None]:
         """Run a training step within: log what the first one compiled, and warn once when a later one compiles again."""
         began, before, broken = time.time(), _num_compiled_graphs(), _graph_break_counts_by_reason()
         yield
         graphs, breaks = _num_compiled_graphs() - before, _graph_break_counts_by_reason() - broken
         if self._first:
-            seconds = sum(one.duration_us or 0 for one in _compilation_metrics_since(began)) / 1e6
+            seconds = sum(one.duration_us or 0 for one in _compilation_records_since(began)) / 1e6
             self._say(
                 f"compile: {_count_text(graphs, 'graph')}, {_count_text(breaks.total(), 'graph break')}; first step "
                 f"{time.time() - began:.1f} s, of it {seconds:.1f} s in the compiler"
@@ -116,7 +116,7 @@ class LayerCompiler:
             for reason, count in breaks.items():
                 self._say(f"  {count} x {_shorten_break_reason(reason)}")
         elif graphs and not self.again:
-            metrics = _compilation_metrics_since(began)
+            metrics = _compilation_records_since(began)
             reasons = {one.recompile_reason.strip() for one in metrics if one.recompile_reason}
             self._say(
                 f"WARNING: iteration {iteration} compiled {_count_text(graphs, 'more graph')}, since {'; '.join(sorted(reasons)) or 'of nothing told'}. "
@@ -199,7 +199,7 @@ def _graph_break_counts_by_reason() -> Counter[str]:
     return Counter(torch._dynamo.utils.counters["graph_break"])
 
 
-def _compilation_metrics_since(seconds: float) -> list[Any]:
+def _compilation_records_since(seconds: float) -> list[Any]:
     """Return torch.compile's metrics (CompilationMetrics) of each compilation since this time.time()."""
     return [one for one in torch._dynamo.utils.get_compilation_metrics() if (one.start_time_us or 0) >= seconds * 1e6]
 

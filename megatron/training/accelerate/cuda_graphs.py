@@ -205,7 +205,7 @@ class LayerGraphCapturer:
         self._say(f"CUDA graphs: {parts or 'no layers here'}")
 
     @contextmanager
-    def watch_step(self, iteration: int) -> Iterator[None]:
+    def log_new_graphs_of_step(self, iteration: int) -> Iterator[None]:
         """Run a training step within: count warm-up steps, and log how many graphs the step captured."""
         self._steps += 1
         self.on = self._steps > self._config.cuda_graph_warmup_steps

@@ -111,7 +111,7 @@ class SourceWithRowNorms:
             shapes = linear_shapes_of_layer(model, plan)
             for adapter in plan.adapters:
                 matrix = f"model.{layer_module_path(model, plan)}.{adapter.linear}"
-                first, size = shapes[adapter.linear].rows_of_part(adapter.part)
+                first, size = shapes[adapter.linear].row_offset_and_count_of_part(adapter.part)
                 magnitude = f"{matrix}.adapter.pairs.{adapter.part or WHOLE}{_LENGTHS}"
                 self._rows[magnitude] = (f"{matrix}.weight", first, size)
         lengths = {

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.adapters import is_adapter_parameter
-from megatron.core.config.flags import config_to_dict, flag_name
+from megatron.core.config.flags import config_to_flat_dict, flag_name
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, SavedRunConfig
 from megatron.core.dist_checkpointing.load import OPTIONAL, load_into_sharded_state
@@ -157,7 +157,7 @@ class Checkpointer(StepHooks):
         writer.start(
             self.state_to_save(),
             iteration,
-            SavedRunConfig(config_to_dict(self.config), self.mesh.world.size),
+            SavedRunConfig(config_to_flat_dict(self.config), self.mesh.world.size),
             until_staged=on_cpu,
             best=self.trainer.progress.best_iteration if self.config.checkpoint.save_best else None,
         )
@@ -230,7 +230,7 @@ class Checkpointer(StepHooks):
         continues = self._loads_optimizer(opened)
         if opened.step is not None:
             _require_saved_state(opened, optimizer=continues, streams=options.load_rng and not opened.weights_only)
-        source = self._wrap_source_for_adapter_run(source)
+        source = self._add_row_norms_or_check_base(source)
         names = _non_tensor_names_to_load(opened, optimizer=continues)
         values = load_into_sharded_state(dict.fromkeys(names), source, axis)
         schedule = self._restore_schedule(values.get("run.schedule"), source)
@@ -335,7 +335,7 @@ class Checkpointer(StepHooks):
             state[BASE] = self._base
         if optional := [f"model.{prefix}" for prefix in getattr(trainer.stages[0], "optional_weights", ())]:
             state[OPTIONAL] = optional
-        state["run.config"] = config_to_dict(self.config)
+        state["run.config"] = config_to_flat_dict(self.config)
         state["run.progress"] = dataclasses.asdict(trainer.progress)
         state["run.tokenizer"] = self._tokenizer_record if self.mesh.world.is_first else None
         if options.save_optim:
@@ -355,7 +355,7 @@ class Checkpointer(StepHooks):
             state |= random_stream_states(self.trainer)
         return state
 
-    def _wrap_source_for_adapter_run(self, source: CheckpointSource) -> CheckpointSource:
+    def _add_row_norms_or_check_base(self, source: CheckpointSource) -> CheckpointSource:
         """Return the source to load: a base network gets DoRA's row norms added if the run trains adapters.
         Raises `CheckpointError` if it holds adapters and this run trains none, or theirs is another base.
         """
@@ -403,7 +403,7 @@ class Checkpointer(StepHooks):
         formats = opened.source.formats
         if opened.weights_only or not self.config.checkpoint.load_rng or opened.world_size is None:
             return {}
-        now = _random_stream_layout_text(config_to_dict(self.config), self.mesh.world.size)
+        now = _random_stream_layout_text(config_to_flat_dict(self.config), self.mesh.world.size)
         then = _random_stream_layout_text(opened.source.settings, opened.world_size)
         mine = random_stream_states(self.trainer)
         if now == then and all(
@@ -429,7 +429,7 @@ class Checkpointer(StepHooks):
 
     def _log_optimizer_dtype_changes(self, saved: Mapping[str, Any]) -> None:
         """Log which optimizer states are converted, because their dtype flag differs from the checkpoint's."""
-        mine = config_to_dict(self.config)
+        mine = config_to_flat_dict(self.config)
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if name in saved and saved[name] != mine[name]:
                 self._log_info(

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, config_from_dict
+from megatron.core.config.flags import ConfigError, config_from_flat_dict
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families import hf_export
@@ -56,7 +56,7 @@ def hf_config_special_token_ids(
     if architecture == "bert" or not chosen.get("tokenizer_type"):
         return {}
     try:
-        tokenizer = build_tokenizer(config_from_dict(TokenizerConfig, chosen))
+        tokenizer = build_tokenizer(config_from_flat_dict(TokenizerConfig, chosen))
     except (ConfigError, OSError, ValueError):
         return {}
     ends = list(dict.fromkeys(token for token in (tokenizer.eod, tokenizer.eos) if token is not None and token < rows))

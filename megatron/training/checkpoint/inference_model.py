@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.config.flags import ConfigError, config_from_dict, raise_config_error_if
+from megatron.core.config.flags import ConfigError, config_from_flat_dict, raise_config_error_if
 from megatron.core.config.plan import StageSpec
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig, resumed_null_vocab_size
@@ -102,7 +102,7 @@ def load_network(
     source = open_model_checkpoint(path, kind, step)
     settings = checkpoint_tokenizer_config(source, tokenizer or {})
     made = build_tokenizer(settings)
-    _require_recorded_tokenizer(source, made)
+    _require_same_tokenizer_hash(source, made)
     if not (source.settings.get("tokenizer_type") or is_hf_checkpoint(source.where)):
         # Megatron's own files count the rows that pad the vocabulary, unless they are told.
         source = open_checkpoint(path, step, {"true_vocab_size": made.vocab_size})
@@ -158,14 +158,14 @@ def checkpoint_tokenizer_config(source: CheckpointSource, given: Mapping[str, An
     available = hf_model_settings(source.where) if is_hf_checkpoint(source.where) else source.settings
     names = [] if "tokenizer_type" in given else [field.name for field in dataclasses.fields(TokenizerConfig)]
     saved = {name: available[name] for name in names if name in available}
-    settings = config_from_dict(TokenizerConfig, {**saved, **given})
+    settings = config_from_flat_dict(TokenizerConfig, {**saved, **given})
     if settings.tokenizer_type != "NullTokenizer":
         return settings
     size = resumed_null_vocab_size(settings.vocab_size, source.settings)
     return dataclasses.replace(settings, vocab_size=size)
 
 
-def _require_recorded_tokenizer(source: CheckpointSource, tokenizer: Tokenizer) -> None:
+def _require_same_tokenizer_hash(source: CheckpointSource, tokenizer: Tokenizer) -> None:
     """Raise `CheckpointError` if the checkpoint records another tokenizer's hash."""
     saved, mine = source.values.get("run.tokenizer"), tokenizer_fingerprint_fields(tokenizer)
     if isinstance(saved, Mapping) and saved.get("hash") != mine["hash"]:

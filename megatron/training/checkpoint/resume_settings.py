@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from megatron.core.config.flags import config_from_dict, config_to_dict, field_resume_roles, flag_name
+from megatron.core.config.flags import config_from_flat_dict, config_to_flat_dict, field_resume_roles, flag_name
 from megatron.core.config.settings.model import RequestedModel
 from megatron.core.config.settings.network import network_fields, network_setting_differences
 from megatron.core.config.settings.optim import ScheduleConfig
@@ -47,10 +47,10 @@ def compare_checkpoint_settings(
     """Compare a checkpoint's settings, by field name, with this run's. weights_only: only the network counts. complete:
     a network setting that the checkpoint lacks has its default; else it is not compared.
     """
-    mine, network = config_to_dict(config), network_fields()
+    mine, network = config_to_flat_dict(config), network_fields()
     known = {"true_vocab_size": mine["true_vocab_size"]} if complete else mine
-    theirs = config_from_dict(RequestedModel, {**known, **saved}).resolve()
-    other = config_to_dict(theirs)
+    theirs = config_from_flat_dict(RequestedModel, {**known, **saved}).resolve()
+    other = config_to_flat_dict(theirs)
     differences = network_setting_differences(theirs, config.model)
     lines = {
         role: [_setting_difference_line(name, other[name], mine[name]) for name in differences if network[name] == role]

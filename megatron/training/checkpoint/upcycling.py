@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import config_to_dict
+from megatron.core.config.flags import config_to_flat_dict
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
@@ -44,13 +44,13 @@ class UpcycledSource:
     def __init__(self, dense: CheckpointSource, config: RunConfig) -> None:
         self.dense, self.config, self.moe = dense, config, config.model.moe
         self.where = f"{dense.where}, upcycled,"
-        settings, width = config_to_dict(config), dense.settings.get("ffn_hidden_size")
+        settings, width = config_to_flat_dict(config), dense.settings.get("ffn_hidden_size")
         if width not in (None, config.model.ffn_hidden_size):
             raise CheckpointError(
                 f"{dense.where} cannot be upcycled to this network",
                 [f"--ffn-hidden-size: {width} in the checkpoint, {config.model.ffn_hidden_size} in this run"],
             )
-        of_experts = {name: settings[name] for name in config_to_dict(self.moe)}
+        of_experts = {name: settings[name] for name in config_to_flat_dict(self.moe)}
         self.settings: Mapping[str, Any] = {**dense.settings, **of_experts}
         self.values: Mapping[str, Any] = {
             name: value for name, value in dense.values.items() if name == "run.tokenizer"

@@ -23,7 +23,7 @@ from megatron.core.config.flags import (
     ConfigError,
     add_config_arguments,
     config_from_namespace,
-    config_to_dict,
+    config_to_flat_dict,
     field_resume_roles,
     flag_fields,
     flag_name,
@@ -269,14 +269,14 @@ def _setting_origins(
     """Return setting -> script, file or command line. words: all flags as argparse sees them, also of a file."""
     settings = {word: action.dest for action in parser._actions for word in action.option_strings}
 
-    def settings_given_in_words(words: Sequence[str]) -> list[str]:
+    def settings_set_by_argv(words: Sequence[str]) -> list[str]:
         names = (word.partition("=")[0] for word in words)
         return [settings[name] for name in names if name in settings]
 
     return (
         dict.fromkeys(defaults, "script")
-        | dict.fromkeys(settings_given_in_words(words), "file")
-        | dict.fromkeys(settings_given_in_words(translate_legacy_flags(argv, settings.keys())[0]), "command line")
+        | dict.fromkeys(settings_set_by_argv(words), "file")
+        | dict.fromkeys(settings_set_by_argv(translate_legacy_flags(argv, settings.keys())[0]), "command line")
     )
 
 
@@ -313,14 +313,14 @@ def _read_yaml_as_flags(path: str) -> list[str]:
         raise ConfigError(
             f"--yaml-cfg {path} holds a {type(content).__name__}; it must be a mapping of flags to values"
         )
-    return [word for name, value in _leaf_items(content) for word in _setting_to_argv(str(name), value)]
+    return [word for name, value in _leaf_names_and_values(content) for word in _setting_to_argv(str(name), value)]
 
 
-def _leaf_items(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _leaf_names_and_values(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return (name, value) pairs of a nested mapping; the names of inner mappings are dropped."""
     values: list[tuple[str, Any]] = []
     for name, value in content.items():
-        values += _leaf_items(value) if isinstance(value, Mapping) else [(name, value)]
+        values += _leaf_names_and_values(value) if isinstance(value, Mapping) else [(name, value)]
     return values
 
 
@@ -367,7 +367,7 @@ def _adopt_adapter_settings(args: argparse.Namespace) -> list[str]:
 
     model = config_from_namespace(RequestedRun, args).model.resolve()
     theirs, given = adapter_config_of(args.adapter, model, args.pretrained_checkpoint), {}
-    for name, value in config_to_dict(theirs).items():
+    for name, value in config_to_flat_dict(theirs).items():
         if args.origins.get(name) in ("command line", "file"):
             given[name] = getattr(model.adapter, name)
         else:

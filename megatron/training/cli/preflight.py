@@ -45,7 +45,7 @@ LOCAL = ("files", "machine")  # rules whose answer can be another on another mac
 
 
 @dataclass(frozen=True, slots=True)
-class CheckedRunConfig:
+class PreflightResult:
     """Result of `preflight`. config: resolved, with the vocabulary if the tokenizer was read. problems: what keeps the
     run from starting. notes: what is accepted and changes nothing, and what could not be checked.
     """
@@ -58,7 +58,7 @@ class CheckedRunConfig:
 
 def preflight(
     given: RequestedRun, world_size: int, *, device: str = "", files: bool = True, reads_data: DataFiles = "none"
-) -> CheckedRunConfig:
+) -> PreflightResult:
     """Check whether this run can start: rules between settings, tokenizer, files, machine. Raises nothing.
     device: cpu or cuda of another machine, where it will run; "": this machine's own. files: whether missing files are
     problems or only notes. reads_data: how the script reads the data that the flags name.
@@ -84,7 +84,7 @@ def preflight(
         from megatron.training.cli.device_checks import unsupported_by_machine
 
         problems += unsupported_by_machine(config, device)
-    return CheckedRunConfig(config, tuple(problems), tuple(notes), tokenizer)
+    return PreflightResult(config, tuple(problems), tuple(notes), tokenizer)
 
 
 def _model_config_with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> ModelConfig:

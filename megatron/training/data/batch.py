@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.config.settings.model import MTPConfig
 from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.datasets.indexed import DataError
-from megatron.core.kernels.packed_document_starts import cache_packed_document_starts
+from megatron.core.kernels.packed_document_starts import memoize_packed_document_starts
 from megatron.core.models.bert import BERTOutput
 from megatron.core.models.mtp import MTPInputs, MTPLosses
 from megatron.core.models.vision import IdsWithImages
@@ -57,7 +57,7 @@ class Batch:
         tokens = next(on.pop(name) for name in _TOKENS if name in on)
         places = on.pop("position_ids", None)
         if "document_ids" in on:
-            cache_packed_document_starts(on["document_ids"], arrays["document_ids"])
+            memoize_packed_document_starts(on["document_ids"], arrays["document_ids"])
         return Batch(
             tokens=tokens,
             labels=on.pop("labels"),
@@ -118,7 +118,7 @@ class Batch:
         )
 
     @property
-    def ids_and_images(self) -> Tensor | IdsWithImages | None:
+    def token_ids_with_images(self) -> Tensor | IdsWithImages | None:
         """The tokens [b, s], together with the images if there are any; None on a stage without tokens."""
         if self.tokens is None or self.images is None:
             return self.tokens
@@ -154,7 +154,7 @@ class VariableCountBatches(Protocol):
         """Return what to log: name -> (sum, count), this rank's share; the same names on every rank."""
 
 
-def next_batch_or_data_error(batches: Iterator[Batch]) -> Batch:
+def require_next_batch(batches: Iterator[Batch]) -> Batch:
     """The next microbatch; `DataError` when there is none."""
     try:
         return next(batches)

@@ -32,7 +32,7 @@ from megatron.training.data.sample_order import (
     microbatch_sample_indices,
     read_and_stack_samples,
     samples_needed,
-    single_pass_sample_indices,
+    single_pass_microbatch_indices,
 )
 
 # What samples hold whose texts are masked, and no longer lie piece by piece.
@@ -133,7 +133,7 @@ class RunDataInspector:
         if split == "valid" and self.config.data.full_validation:
             self._evaluations_at_iteration(split, step)
             order_of = partial(
-                single_pass_sample_indices, self.config, size, full_batch=self.schedule.evaluation_batch_size
+                single_pass_microbatch_indices, self.config, size, full_batch=self.schedule.evaluation_batch_size
             )
             return [list(order_of(rank=rank, num_ranks=self.num_ranks)) for rank in range(self.num_ranks)]
         taken: list[list[list[int]]] = [[] for _ in range(self.num_ranks)]

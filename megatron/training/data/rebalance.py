@@ -24,9 +24,9 @@ from megatron.core.context_parallel.sequence_assignment import (
     SequenceAssignment,
     assign_sequences_to_ranks,
 )
-from megatron.core.kernels.packed_document_starts import cache_packed_document_starts
+from megatron.core.kernels.packed_document_starts import memoize_packed_document_starts
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.data.batch import Batch, next_batch_or_data_error
+from megatron.training.data.batch import Batch, require_next_batch
 
 Document = dict[str, Tensor]  # name -> [length]
 
@@ -62,7 +62,7 @@ class RebalancedBatches:
     def prepare_step(self, num_microbatches: int) -> int:
         """Regroup the next global batch; return this rank's number of microbatches. num_microbatches: before it."""
         axis = self.mesh.dp
-        rows = (next_batch_or_data_error(self.rows) for _ in range(num_microbatches * axis.size))
+        rows = (require_next_batch(self.rows) for _ in range(num_microbatches * axis.size))
         documents = [document for batch in rows for document in documents_with_loss(batch)]
         self.plan = assign_documents_to_ranks(
             [len(document["tokens"]) for document in documents], self.config, axis.size
@@ -84,7 +84,7 @@ class RebalancedBatches:
         numbers = [torch.full_like(document["tokens"], number) for number, document in enumerate(local)]
         rows["documents"] = F.pad(torch.cat(numbers), (0, fill), value=len(local))[None]
         lengths = [*map(len, numbers), fill]
-        cache_packed_document_starts(rows["documents"], np.repeat(np.arange(len(lengths)), lengths)[None])
+        memoize_packed_document_starts(rows["documents"], np.repeat(np.arange(len(lengths)), lengths)[None])
         return _batch_from_tensors(rows).shard_over_context(self.mesh.context_axis_of_size(share.size))
 
     def _empty_batch(self) -> Batch:

@@ -69,7 +69,7 @@ def microbatch_sample_indices(
     return cyclic_sampler(num_samples, **place, sharded=config.data.data_sharding)
 
 
-def single_pass_sample_indices(
+def single_pass_microbatch_indices(
     config: RunConfig, num_samples: int, *, full_batch: int, rank: int, num_ranks: int
 ) -> Iterator[list[int]]:
     """Yield the sample numbers of each microbatch of a data rank, in an evaluation that sees every sample once."""

@@ -38,7 +38,7 @@ from torch.profiler import ProfilerActivity
 
 from megatron.core.config.settings.run import LogConfig, TrainConfig
 from megatron.training.report.metrics import ResolvedStepMetrics
-from megatron.training.run import ReceivedTerminationSignal
+from megatron.training.run import TerminationSignalState
 
 # Seconds in which a second SIGINT is the first again: a terminal sends it to all processes, and a launcher passes it on.
 _ONCE = 1.0
@@ -65,7 +65,7 @@ class ExitConditions:
         agree: Callable[[bool], bool] = bool,
         poll: Callable[[bool], bool] = bool,
         started: float | None = None,
-        ending: ReceivedTerminationSignal | None = None,
+        ending: TerminationSignalState | None = None,
         tolerates_overflow: bool = False,
         profile: TorchProfile | None = None,
         interrupts: InterruptHandler | None = None,
@@ -77,7 +77,7 @@ class ExitConditions:
         self._started = time.monotonic() if started is None else started
         self._checks_numbers = train.check_for_nan_in_loss_and_grad and not tolerates_overflow
         self._profile = profile
-        self._ending = ReceivedTerminationSignal() if ending is None else ending
+        self._ending = TerminationSignalState() if ending is None else ending
         self._handlers_before: dict[int, Any] = {}
         self._collected_before = True
         self._open = ExitStack()
@@ -164,9 +164,7 @@ class InterruptHandler:
     first: called at the first. last: called before the process ends because of the second.
     """
 
-    def __init__(
-        self, ending: ReceivedTerminationSignal, *, first: Callable[[], None], last: Callable[[], None]
-    ) -> None:
+    def __init__(self, ending: TerminationSignalState, *, first: Callable[[], None], last: Callable[[], None]) -> None:
         self._ending, self._first, self._last = ending, first, last
         self._noticed = 0.0
         self._ours, self._systems = socket.socketpair()

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import config_to_dict
+from megatron.core.config.flags import config_to_flat_dict
 from megatron.core.dist_checkpointing.checkpoint_folders import SavedRunConfig, scan_checkpoint_folder
 from megatron.core.dist_checkpointing.saver import CheckpointSaver, SavePolicy
 from megatron.core.optimizer.clip import gradient_ranges_counted_once, without_tied_duplicates
@@ -131,7 +131,7 @@ def _bad_step_record(work: StepWork, problem: str, losses: Mapping[str, float], 
         "microbatches": work.own_microbatches,
         "progress": asdict(trainer.progress),
         "checkpoint": None if newest is None else {"folder": str(newest.folder), "iteration": newest.iteration},
-        "config": config_to_dict(config),
+        "config": config_to_flat_dict(config),
     }
 
 
@@ -153,6 +153,8 @@ def _save_weights(trainer: Trainer, target: Path) -> list[str]:
     state = {name: placed for name, placed in weights_of(trainer, rounded=True).items() if not placed.receivers}
     state["run.progress"] = asdict(trainer.progress)
     saver = CheckpointSaver(str(target / WEIGHTS), mesh.world, rules=SavePolicy(), device=mesh.device)
-    saver.start(state, trainer.progress.iteration, SavedRunConfig(config_to_dict(trainer.run.config), mesh.world.size))
+    saver.start(
+        state, trainer.progress.iteration, SavedRunConfig(config_to_flat_dict(trainer.run.config), mesh.world.size)
+    )
     outcome = saver.finish()
     return [] if outcome is None else list(outcome.problems)

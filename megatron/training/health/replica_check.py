@@ -61,7 +61,7 @@ class ReplicatedState:
     again: tuple[Tensor, ...] = ()
 
     @property
-    def replica_group_index(self) -> int:
+    def index_of_own_replica_group(self) -> int:
         """Index of the group that this rank belongs to."""
         return self.axis.rank // self.copies if self.copies else 0
 
@@ -205,7 +205,7 @@ class ReplicaCheck:
             for item, number in group
             if any(int(self.hash_value(other)) != int(number) for other in item.again)
         ]
-        rows = [(item.name, item.replica_group_index, int(number)) for item, number in group]
+        rows = [(item.name, item.index_of_own_replica_group, int(number)) for item, number in group]
         for (name, _, _), held in zip(rows, zip(*collectives.gather_objects(rows, axis), strict=True), strict=True):
             for slot in sorted({slot for _, slot, _ in held}):
                 ranks = [rank for rank, (_, place, _) in zip(axis.ranks, held, strict=True) if place == slot]
@@ -231,7 +231,7 @@ def _ranks_disagree_tensor(items: Sequence[tuple[ReplicatedState, Tensor]]) -> T
     numbers = torch.stack([number for _, number in items])
     table = numbers.new_full((2, starts[-1]), _NONE)
     places = torch.tensor(
-        [start + item.replica_group_index for start, (item, _) in zip(starts, items, strict=False)],
+        [start + item.index_of_own_replica_group for start, (item, _) in zip(starts, items, strict=False)],
         device=numbers.device,
     )
     table[0, places], table[1, places] = numbers, ~numbers

@@ -216,7 +216,7 @@ def _resolve_step_metrics(
     """Resolve all tensors of all steps by one sum over ranks and one copy to the host."""
     pairs = [torch.as_tensor(loss) for step in steps for loss in step.losses.values()]
     loads = [step.loads for step in steps if step.loads is not None]
-    scalars = [value for step in steps for value in _scalar_tensor_fields(step).values()]
+    scalars = [value for step in steps for value in _scalar_tensors_by_name(step).values()]
     values = iter(_reduce_and_copy_to_host([*pairs, *(load.table for load in loads)], scalars, reduce))
     means = iter([(next(values), next(values)) for _ in pairs])
     figures = iter(
@@ -226,22 +226,22 @@ def _resolve_step_metrics(
     for step in steps:
         losses = _means_of_sums_and_counts({name: next(means) for name in step.losses})
         losses |= next(figures) if step.loads is not None else {}
-        records.append(_step_with_host_values(step, losses, values))
+        records.append(_step_metrics_with_host_values(step, losses, values))
     return records
 
 
-def _step_with_host_values(
+def _step_metrics_with_host_values(
     step: StepMetrics, losses: Mapping[str, float], values: Iterator[float]
 ) -> ResolvedStepMetrics:
     """Return a step with its losses, and with each scalar tensor replaced by the next of `values`."""
-    plain: dict[str, Any] = {name: next(values) for name in _scalar_tensor_fields(step)}
+    plain: dict[str, Any] = {name: next(values) for name in _scalar_tensors_by_name(step)}
     if "skipped" in plain:
         plain["skipped"] = bool(plain["skipped"])
     given = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
     return ResolvedStepMetrics(**given | plain | {"losses": losses, "loads": None})
 
 
-def _scalar_tensor_fields(step: StepMetrics) -> dict[str, Tensor]:
+def _scalar_tensors_by_name(step: StepMetrics) -> dict[str, Tensor]:
     """Return the scalar fields of a step that are tensors, by name."""
     return {name: value for name in _NUMBERS if torch.is_tensor(value := getattr(step, name))}
 

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from megatron import __version__
-from megatron.core.config.flags import ConfigError, config_to_dict
+from megatron.core.config.flags import ConfigError, config_to_flat_dict
 from megatron.core.config.settings.run import LogConfig, RunConfig
 from megatron.core.datasets import sidecar
 from megatron.core.datasets.data_splits import MOCK_PREFIX, plan_data_splits
@@ -109,7 +109,7 @@ def _record_run_start(run: RunContext, machines: Sequence[tuple[str, str]]) -> N
 def _settings_and_origins(run: RunContext) -> tuple[dict[str, Any], dict[str, str]]:
     """Return (every setting as the run uses it, where each that is not our default comes from)."""
     given, requested_by = vars(run.args), getattr(run.args, "origins", {})
-    settings, origins = config_to_dict(run.config), {}
+    settings, origins = config_to_flat_dict(run.config), {}
     for name, value in settings.items():
         requested = given.get(name, value)
         if (list(requested) if isinstance(requested, tuple) else requested) != value:

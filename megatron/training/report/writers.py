@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import config_to_dict, raise_config_error_if
+from megatron.core.config.flags import config_to_flat_dict, raise_config_error_if
 from megatron.core.config.settings.run import LogConfig
 from megatron.core.dist_checkpointing.saver import SaveOutcome
 from megatron.training.report.metrics import (
@@ -84,7 +84,7 @@ class Writers:
         self._log, self._speaks, self._world_size = log, speaks, world_size
         self._boards: dict[str, MetricsBackend] = {}
         self._journal = LogFile(Path(log.log_jsonl), "--log-jsonl") if speaks and log.log_jsonl else None
-        self._bar = _tqdm_progress_bar(start_iteration, train_iters) if speaks and console is None else None
+        self._bar = _tqdm_bar_if_terminal(start_iteration, train_iters) if speaks and console is None else None
         self._console = console or (self._bar.write if self._bar else _print_line)
         self._openers = _writer_openers(log, settings or {}) if speaks else {}
         self._failed: dict[str, float] = {}  # name of a board -> when to try it again
@@ -99,7 +99,7 @@ class Writers:
             run.config.log,
             speaks=run.mesh.world.is_last,
             world_size=run.mesh.world.size,
-            settings=config_to_dict(run.config),
+            settings=config_to_flat_dict(run.config),
             start_iteration=run.progress.iteration,
             train_iters=train_iters,
         )
@@ -362,7 +362,7 @@ def _print_line(text: str) -> None:
         pass  # a full disk, or a pipe whose reader has ended; there is nobody to tell
 
 
-def _tqdm_progress_bar(start: int, total: int) -> Any | None:
+def _tqdm_bar_if_terminal(start: int, total: int) -> Any | None:
     """Return a tqdm bar on standard error if that is a terminal and tqdm is installed, else None."""
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         return None

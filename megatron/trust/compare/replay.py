@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.flags import ConfigError, config_from_dict
+from megatron.core.config.flags import ConfigError, config_from_flat_dict
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RunConfig
@@ -189,7 +189,7 @@ def replay_failure_dump(
 
 def _single_process_config(facts: dict[str, Any]) -> tuple[RunConfig, list[str]]:
     """Return the config for one process, and notes on what that cannot repeat exactly. facts: the dump's step.json."""
-    config = config_from_dict(RunConfig, facts["config"])
+    config = config_from_flat_dict(RunConfig, facts["config"])
     parallel, model, notes = config.parallel, config.model, []
     if parallel.hybrid_context_parallel:
         raise ConfigError(
@@ -258,7 +258,7 @@ def _read_dumped_microbatches(
     folder: Path, facts: dict[str, Any], trainer: Trainer, notes: list[str]
 ) -> Iterator[Batch]:
     """Yield the microbatches of all data ranks in order, in the random streams of each rank. Adds to `notes`."""
-    data_rank, context = 0, config_from_dict(RunConfig, facts["config"]).parallel.context_parallel_size
+    data_rank, context = 0, config_from_flat_dict(RunConfig, facts["config"]).parallel.context_parallel_size
     while (folder / dumped_batch_file_name(data_rank, 0)).is_file():
         read = [
             torch.load(folder / dumped_batch_file_name(data_rank, rank), weights_only=True) for rank in range(context)

@@ -32,7 +32,7 @@ from megatron.rl.planned_memory import (
 )
 from megatron.rl.settings import RLConfig
 from megatron.training.cli.arguments import missing_hybrid_pattern_problems, parse_args_unchecked
-from megatron.trust.flags.repair import BrokenRule, RequestedSetup
+from megatron.trust.flags.repair import BrokenRule, RunSetup
 from megatron.trust.plan.analytic_estimate import num_microbatches
 
 MemoryBeside = Callable[[RunConfig, int], Mapping[str, float]]
@@ -129,7 +129,7 @@ class ParsedTrainingCommand:
     messages: flags understood in another way, or accepted although they change nothing. finetuning: of finetune.py.
     """
 
-    setting: RequestedSetup | None
+    setting: RunSetup | None
     unread: tuple[BrokenRule, ...]
     messages: tuple[str, ...] = ()
     beside: MemoryBeside = _no_extra_rank_memory
@@ -157,7 +157,7 @@ def parse_training_command(
     """Parse a command, or flags alone, which are those of `entry`. ranks: instead of what the launcher's words say.
     Raises nothing for what is wrong with it.
     """
-    if (stranger := _unknown_script_name(words)) is not None:
+    if (stranger := _name_of_unknown_script(words)) is not None:
         other = ELSEWHERE.get(stranger, f"the scripts that train are {', '.join(ENTRIES)}")
         return ParsedTrainingCommand(
             None, (BrokenRule("command-line", f"{stranger} is not a script whose flags are known here: {other}"),)
@@ -176,7 +176,7 @@ def parse_training_command(
         )
     own = [] if args.problems else script.problems(args, ranks)
     return ParsedTrainingCommand(
-        RequestedSetup(
+        RunSetup(
             config_from_namespace(RequestedRun, args), ranks, reads_data=script.reads_data, passes=script.passes(args)
         ),
         (
@@ -191,7 +191,7 @@ def parse_training_command(
     )
 
 
-def _unknown_script_name(words: Sequence[str]) -> str | None:
+def _name_of_unknown_script(words: Sequence[str]) -> str | None:
     """Return the script that a whole command starts if it is none of `ENTRIES`, else None."""
     script = next((word for word in words if word.endswith(".py")), None)
     whole = bool(words) and not words[0].startswith("-")

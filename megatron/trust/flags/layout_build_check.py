@@ -26,7 +26,7 @@ from megatron.core.parallel.spec import ParamSpec, local_shard_boxes, param_spec
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutBuildResult:
+class LayoutParameterCheckResult:
     """Result of `check_layout_parameters`. ranks: that were built. layers, parameters: of the whole network."""
 
     ranks: int
@@ -37,7 +37,7 @@ class LayoutBuildResult:
 
 def check_layout_parameters(
     config: RunConfig, world_size: int, *, true_vocab_size: int = 50257, most: int = 64
-) -> LayoutBuildResult:
+) -> LayoutParameterCheckResult:
     """Build the stages of a layout on the meta device and compare them with the network on one rank. Raises nothing for
     what differs. most: ranks to build; of more, the first and the last.
     """
@@ -49,7 +49,7 @@ def check_layout_parameters(
     expected = len(network_layer_plans(config.model))
     if layers != expected:
         problems.append(f"the stages have {layers} layers, and the network {expected}")
-    places = _meshes_with_distinct_parameters(config, world_size)
+    places = _representative_rank_meshes(config, world_size)
     built = places if len(places) <= most else places[: most // 2] + places[-(most // 2) :]
     boxes: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -66,7 +66,7 @@ def check_layout_parameters(
             if (size := sum(math.prod(box) for _, box in boxes[name])) != math.prod(shape)
         ]
         problems += _shape_mismatches_with_serial(shapes, config)
-    return LayoutBuildResult(len(built), layers, counted, tuple(problems))
+    return LayoutParameterCheckResult(len(built), layers, counted, tuple(problems))
 
 
 def _parameter_specs(
@@ -100,7 +100,7 @@ def mesh_without_groups(lists: dict[str, RankLists], rank: int) -> Mesh:
     )
 
 
-def _meshes_with_distinct_parameters(config: RunConfig, world_size: int) -> list[Mesh]:
+def _representative_rank_meshes(config: RunConfig, world_size: int) -> list[Mesh]:
     """Return one mesh for each kind of rank that holds other parameters."""
     lists = axis_rank_groups(config.parallel, world_size)
     meshes: dict[tuple[int, ...], Mesh] = {}

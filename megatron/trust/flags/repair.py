@@ -38,7 +38,7 @@ from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfi
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig, TrainConfig
-from megatron.training.cli.preflight import CheckedRunConfig, fit_elastic_layout, preflight, resolve_and_examine
+from megatron.training.cli.preflight import PreflightResult, fit_elastic_layout, preflight, resolve_and_examine
 
 WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
 # Values for what nobody but the user can know; the report says that they are examples.
@@ -196,7 +196,7 @@ class RepairResult:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestedSetup:
+class RunSetup:
     """What a user gave: a config that is not resolved, and the number of ranks.
     whole: check all that a run checks before it starts, not only rules between settings; device: type of device there;
     files: whether missing files are problems; reads_data: how its script reads the data that the flags name; passes:
@@ -217,25 +217,25 @@ class RequestedSetup:
             self.world_size if name == WORLD else reduce(getattr, _flag_declarations_by_field()[name].path, self.config)
         )
 
-    def with_values(self, values: Mapping[str, Any]) -> RequestedSetup:
+    def with_values(self, values: Mapping[str, Any]) -> RunSetup:
         """Return the setup with other values of some flags."""
         config, flags = self.config, _flag_declarations_by_field()
         for name in values.keys() - {WORLD}:
             config = _replace_nested_field(config, flags[name].path, values[name])
         return dataclasses.replace(self, config=config, world_size=values.get(WORLD, self.world_size))
 
-    def with_elastic_layout(self) -> RequestedSetup:
+    def with_elastic_layout(self) -> RunSetup:
         """Return the setup in the layout and on the ranks that --elastic chooses; unchanged without --elastic."""
         config, ranks = fit_elastic_layout(self.config, self.world_size)
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, elastic=False))
         return dataclasses.replace(self, config=config, world_size=ranks)
 
-    def resolve_elastic_layout(self) -> tuple[RequestedSetup, RunConfig]:
+    def resolve_elastic_layout(self) -> tuple[RunSetup, RunConfig]:
         """Return the setup in the layout that --elastic chooses, and its resolved config. It keeps the rules."""
         setting = self.with_elastic_layout()
         return setting, resolve_and_examine(setting.config, setting.world_size)[0]
 
-    def run_preflight_checks(self) -> CheckedRunConfig:
+    def run_preflight_checks(self) -> PreflightResult:
         """Return the result of the checks that a run makes before it starts."""
         return preflight(self.config, self.world_size, device=self.device, files=self.files, reads_data=self.reads_data)
 
@@ -250,7 +250,7 @@ class RequestedSetup:
 
 
 def smallest_repair(
-    setting: RequestedSetup, *, fixed: Iterable[str] = (), most: int = 8, tries: int = 10_000
+    setting: RunSetup, *, fixed: Iterable[str] = (), most: int = 8, tries: int = 10_000
 ) -> RepairResult:
     """Find the smallest and nearest set of flag edits that keeps every rule, without changing the flags that are
     `fixed`. most: edits in one set. tries: configurations that are tried, after which the best so far is returned.
@@ -258,7 +258,7 @@ def smallest_repair(
     search = _RepairSearch(setting, frozenset(fixed), tries)
     start = search.broken_rules_after({})
     for count in range(search.min_further_edits(start, {}), most + 1):
-        search.update_best_edits({}, start, count, 0.0)
+        search.search_further_edits({}, start, count, 0.0)
         if search.best is not None or search.late:
             break
     if search.best is None:
@@ -272,7 +272,7 @@ class _RepairSearch:
     tries is reached. seen: set of edits -> rules that it breaks.
     """
 
-    setting: RequestedSetup
+    setting: RunSetup
     fixed: frozenset[str]
     tries: int
     best: dict[str, FlagEdit] | None = None
@@ -298,7 +298,7 @@ class _RepairSearch:
                 taken, count = taken | set(names), count + 1
         return count
 
-    def update_best_edits(
+    def search_further_edits(
         self, done: Mapping[str, FlagEdit], broken: tuple[BrokenRule, ...], left: int, cost: float
     ) -> None:
         """Try all sets of up to `left` more edits than `done`, updating `best`. broken: after `done`; cost: its."""
@@ -321,16 +321,16 @@ class _RepairSearch:
             if cost + edit.far >= self.cost:
                 break
             longer = {**done, edit.name: edit}
-            self.update_best_edits(longer, self.broken_rules_after(longer), left - 1, cost + edit.far)
+            self.search_further_edits(longer, self.broken_rules_after(longer), left - 1, cost + edit.far)
 
-    def _setup_after(self, done: Mapping[str, FlagEdit]) -> RequestedSetup:
+    def _setup_after(self, done: Mapping[str, FlagEdit]) -> RunSetup:
         return self.setting.with_values({name: edit.after for name, edit in done.items()})
 
     def _editable_flags(self, one: BrokenRule) -> list[str]:
         return [name for name in flags_named_by_rule(one, self.setting) if name not in self.fixed]
 
 
-def flags_named_by_rule(one: BrokenRule, setting: RequestedSetup) -> list[str]:
+def flags_named_by_rule(one: BrokenRule, setting: RunSetup) -> list[str]:
     """Return the fields that a broken rule's message names; of a size not given, also those it follows from."""
     names: list[str] = [WORLD] if re.match(r"\d+ ranks are not", one.says) else []
     text = re.sub(r"(--[a-z-]*?)(\w+)/(\w+)(-[a-z-]+)", r"\1\2\4 \1\3\4", one.says)
@@ -344,7 +344,7 @@ def flags_named_by_rule(one: BrokenRule, setting: RequestedSetup) -> list[str]:
     return list(dict.fromkeys([*names, *MEANT.get(one.rule, ())]))
 
 
-def candidate_edits(setting: RequestedSetup, one: BrokenRule, name: str) -> list[FlagEdit]:
+def candidate_edits(setting: RunSetup, one: BrokenRule, name: str) -> list[FlagEdit]:
     """Return the edits of one flag that may mend a broken rule, the nearest first."""
     before, numbers = (
         setting.value(name),
@@ -439,7 +439,7 @@ def _flag_edit_cost(name: str, before: Any, after: Any, says: str) -> float:
     return 0.75 if unchanged else 1.0
 
 
-def _drop_needless_edits(setting: RequestedSetup, best: Mapping[str, FlagEdit]) -> tuple[FlagEdit, ...]:
+def _drop_needless_edits(setting: RunSetup, best: Mapping[str, FlagEdit]) -> tuple[FlagEdit, ...]:
     """Return the edits, each with the rules that are broken without it; one that mends none is left out."""
     explained = []
     for name, edit in best.items():
@@ -455,11 +455,11 @@ def _replace_nested_field(config: Any, path: tuple[str, ...], value: Any) -> Any
     return dataclasses.replace(config, **{path[0]: new})
 
 
-def _flag_paths(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type]]:
+def _config_field_paths(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type]]:
     """Yield (path, config class) of every field of a config and of all configs nested in it."""
     for one in dataclasses.fields(config):
         if dataclasses.is_dataclass(value := getattr(config, one.name)):
-            yield from _flag_paths(value, (*path, one.name))
+            yield from _config_field_paths(value, (*path, one.name))
         else:
             yield (*path, one.name), type(config)
 
@@ -480,7 +480,7 @@ class _FlagDeclaration:
 @cache
 def _flag_declarations_by_field() -> dict[str, _FlagDeclaration]:
     """Return field -> declaration of its flag, with an entry `WORLD` for the number of ranks."""
-    owners = {path[-1]: (path, owner) for path, owner in _flag_paths(RequestedRun())}
+    owners = {path[-1]: (path, owner) for path, owner in _config_field_paths(RequestedRun())}
     flags = {WORLD: _FlagDeclaration((), int, 1, "", WEIGHT_OF[WORLD])}
     for one, kind in flag_fields(RequestedRun):
         path, owner = owners[one.name]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, config_to_dict, flag_name
+from megatron.core.config.flags import ConfigError, config_to_flat_dict, flag_name
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
 from megatron.core.config.settings.kernels import NAMED
@@ -27,7 +27,7 @@ from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import CheckpointConfig, LogConfig, RecomputeConfig, RunConfig
 from megatron.core.config.stages import stage_specs_of_run
 from megatron.preference.settings import PreferenceConfig
-from megatron.trust.flags.repair import RequestedSetup, format_flag_value
+from megatron.trust.flags.repair import RunSetup, format_flag_value
 from megatron.trust.parity.proxy_layers import Values, proxy_depth_settings
 from megatron.trust.plan.analytic_estimate import num_microbatches
 
@@ -109,11 +109,11 @@ def make_proxy_config(config: RunConfig, world_size: int, *, most_ranks: int = 8
     for degrees in proxy_degree_candidates(config, world_size, most_ranks):
         for head in HEAD_SIZES:
             values, lost = _proxy_setting_values(before, world_size, degrees, head)
-            small = RequestedSetup(before, world_size).with_values(
+            small = RunSetup(before, world_size).with_values(
                 {**values, **{name: value for name, (value, _) in lost.items()}}
             )
             resolved = small.config.resolve(degrees.num_ranks)
-            small = RequestedSetup(resolved, degrees.num_ranks)
+            small = RunSetup(resolved, degrees.num_ranks)
             broken = small.find_broken_rules()
             if not broken:
                 model = resolved.model.with_vocabulary(VOCABULARY, degrees.tp)
@@ -434,7 +434,7 @@ def _proxy_training_settings(config: RunConfig) -> Values:
     return values
 
 
-def _proxy_dropped_expert_settings(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tuple[Any, str]]:
+def _layout_dependent_moe_settings(config: RunConfig, degrees: ParallelDegrees) -> dict[str, tuple[Any, str]]:
     """Return setting -> (value, why) of MoE settings whose results depend on the layout."""
     moe = config.model.moe
     lost: dict[str, tuple[Any, str]] = {}
@@ -486,7 +486,7 @@ def _proxy_dropped_settings(config: RunConfig, degrees: ParallelDegrees) -> dict
         lost["moe_input_jitter_eps"] = (None, random)
     if any("*" in target for target in model.adapter.lora_targets or ()):
         lost["lora_targets"] = (("all-linear",), "the layers that it names are not those of the small network")
-    lost |= _proxy_dropped_expert_settings(config, degrees)
+    lost |= _layout_dependent_moe_settings(config, degrees)
     if moe.moe_enable_routing_replay:
         lost["moe_enable_routing_replay"] = (False, "choices are not replayed")
     return lost | _proxy_dropped_gpu_settings(config)
@@ -506,14 +506,10 @@ _WHY: Mapping[str, str] = {
 
 
 def _reported_changes(
-    config: RunConfig,
-    world_size: int,
-    small: RequestedSetup,
-    degrees: ParallelDegrees,
-    lost: Mapping[str, tuple[Any, str]],
+    config: RunConfig, world_size: int, small: RunSetup, degrees: ParallelDegrees, lost: Mapping[str, tuple[Any, str]]
 ) -> tuple[ConfigChange, ...]:
     """Return the changes of all settings of layout, network and training between config and proxy."""
-    before, after = config_to_dict(config), config_to_dict(small.config)
+    before, after = config_to_flat_dict(config), config_to_flat_dict(small.config)
     data_parallel = config.parallel.data_parallel_size(world_size), degrees.dp
     axes = {
         "tensor_model_parallel_size",
@@ -558,5 +554,5 @@ def _names_of_reported_settings(config: RunConfig) -> Iterator[str]:
         """.split()
     )
     parts = (config.parallel, config.model, config.recompute, config.train, config.optimizer)
-    yield from (name for part in parts for name in config_to_dict(part) if name not in silent)
+    yield from (name for part in parts for name in config_to_flat_dict(part) if name not in silent)
     yield from (*_FORMATS[:3], "lr")

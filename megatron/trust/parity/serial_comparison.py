@@ -1,6 +1,6 @@
 """Does a layout compute the same step as one rank? In what two short runs of one config differ, and where the difference begins.
 
-    compare_short_runs_with_serial(serial, ranks)     losses, gradient norms, gradients and weights by logical name
+    compare_recorded_runs_to_serial(serial, ranks)     losses, gradient norms, gradients and weights by logical name
 
 Nothing is gathered: each rank's piece is held against the same piece of what one rank computed, found by the boxes of its
 parameters and by the places of the sequence that it holds. Where something differs, the forward pass says where first: of
@@ -92,7 +92,7 @@ class LayoutParityResult:
         ]
 
 
-def compare_short_runs_with_serial(
+def compare_recorded_runs_to_serial(
     serial: ShortRun, ranks: Sequence[ShortRun], *, tolerance: float = TOLERANCE
 ) -> LayoutParityResult:
     """Compare a layout's ranks with one rank's run, and find where they begin to differ. tolerance: relative."""
@@ -101,8 +101,8 @@ def compare_short_runs_with_serial(
         theirs = [(rank, rank.steps[number]) for rank in ranks]
         when = f"step {number + 1}"
         differences = [
-            *_compare_numbers_of_ranks("loss", when, [step.losses for _, step in theirs], expected.losses),
-            *_compare_numbers_of_ranks(
+            *_compare_numbers_with_serial("loss", when, [step.losses for _, step in theirs], expected.losses),
+            *_compare_numbers_with_serial(
                 "norm", when, [{"grad norm": step.norm} for _, step in theirs], {"grad norm": expected.norm}
             ),
             *_compare_shards_with_serial(
@@ -129,13 +129,13 @@ def run_layout_parity_check(small: ProxyConfig, limit: float) -> LayoutParityRes
         )
     except RankFailed as error:
         return str(error)
-    return compare_short_runs_with_serial(
+    return compare_recorded_runs_to_serial(
         run_short_training(small.serial_config, STEPS, small.finetuning),
         [unpickle_short_run_result(rank) for rank in ranks],
     )
 
 
-def _compare_numbers_of_ranks(
+def _compare_numbers_with_serial(
     kind: str, when: str, reports: Sequence[Mapping[str, float]], expected: Mapping[str, float]
 ) -> list[ParityDifference]:
     """Compare numbers that every rank has (reports, by rank) with the serial run's. when: the step."""

@@ -49,7 +49,7 @@ from megatron.training.checkpoint.run_state import weights_of
 from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.data.rebalance import RebalancedBatches
 from megatron.training.hooks import StepHooks
-from megatron.training.loader import ClosableBatches, microbatches_of_split
+from megatron.training.loader import ClosableBatches, iterate_split_microbatches
 from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from megatron.training.trainer import ForwardStep, ModelProvider, Network, Trainer, build_trainer
@@ -131,7 +131,7 @@ def random_global_batch(config: RunConfig, iteration: int) -> dict[str, np.ndarr
     ends = random.random(shape) < 0.15
     documents: np.ndarray = np.cumsum(ends, axis=1) - ends
     if config.model.architecture == "vit":
-        return _random_classifier_batch(config, random)
+        return _random_image_classifier_batch(config, random)
     if config.model.architecture != "gpt":
         return _random_padded_batch(config, random, window, in_loss)
     starts = np.maximum.accumulate(np.where(np.diff(documents, axis=1, prepend=-1) > 0, np.arange(shape[1]), 0), axis=1)
@@ -165,7 +165,7 @@ def _add_random_images(
     return {**batch, "image_slots": slots, "image_counts": counts, "images": images}
 
 
-def _random_classifier_batch(config: RunConfig, random: np.random.Generator) -> dict[str, np.ndarray]:
+def _random_image_classifier_batch(config: RunConfig, random: np.random.Generator) -> dict[str, np.ndarray]:
     """Return the random global batch of an image classifier."""
     vision, size = config.model.vision, config.train.global_batch_size
     return {
@@ -261,7 +261,7 @@ def random_finetuning_batches(
         packing=config.finetune_packing,
     )
     return ReferenceScoredBatches(
-        trainer, microbatches_of_split(run, dataset, consumed_samples=0, reads=True), reference, config
+        trainer, iterate_split_microbatches(run, dataset, consumed_samples=0, reads=True), reference, config
     )
 
 
@@ -293,7 +293,7 @@ def run_short_training(config: RunConfig, steps: int = STEPS, finetuning: Prefer
     watch = _ActivationRecorder(run)
     task = None if finetuning is None or finetuning.finetune_task == "sft" else finetuning
     step: ForwardStep = forward_step if task is None else PreferenceStep(task)
-    trainer = build_trainer(run, watch.wrap_to_record_sharding(model_provider), watch.wrap_forward_step(step))
+    trainer = build_trainer(run, watch.record_weight_sharding_on_build(model_provider), watch.wrap_forward_step(step))
     answers = (
         None
         if task is None
@@ -303,7 +303,7 @@ def run_short_training(config: RunConfig, steps: int = STEPS, finetuning: Prefer
     hooks = [] if config.parallel.hybrid_context_parallel else watch.add_hooks(trainer.stages)
     gradients = _CopyGradientsHook(trainer)
     trainer.add_hook(gradients)
-    done = [_run_recorded_train_step(trainer, watch, gradients, answers) for _ in range(steps)]
+    done = [_record_parity_train_step(trainer, watch, gradients, answers) for _ in range(steps)]
     if answers is not None:
         answers.close()
     for hook in hooks:
@@ -335,7 +335,7 @@ class _CopyGradientsHook(StepHooks):
         self.step.gradients.update(owned_gradients(self.trainer))
 
 
-def _run_recorded_train_step(
+def _record_parity_train_step(
     trainer: Trainer, watch: _ActivationRecorder, gradients: _CopyGradientsHook, answers: ClosableBatches | None
 ) -> ShortRunStep:
     """Run one training step and return what it gave."""
@@ -407,7 +407,7 @@ class _ActivationRecorder:
         """Begin a step; record into `seen`."""
         self._seen, self._counts = seen, {}
 
-    def wrap_to_record_sharding(self, model: ModelProvider) -> ModelProvider:
+    def record_weight_sharding_on_build(self, model: ModelProvider) -> ModelProvider:
         """Return the provider, wrapped to record how the weights of modules are sharded."""
 
         def build_model_and_record_sharding(run: RunContext, stage: StageSpec) -> Network:

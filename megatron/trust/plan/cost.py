@@ -30,7 +30,7 @@ from megatron.core.models.flops import flops_per_sample
 from megatron.core.pipeline_parallel.schedules import forward_only_plan, num_plan_stages, stage_placement_of_plan
 from megatron.core.pipeline_parallel.timeline import Timeline, simulate_pipeline_plan
 from megatron.trust.plan.hardware import Hardware, collective_seconds
-from megatron.trust.simulate.trace import ConsecutiveEvents, DryRunResult, StepEvent, Trace, consecutive_events_of
+from megatron.trust.simulate.trace import ConsecutiveEvents, DryRunResult, StepEvent, Trace, split_into_event_spans
 
 _ROOT = Path(__file__).resolve().parents[3]
 DATA_AXES = ("dp", "dp_cp", "edp")  # over which gradients are summed and new weights gathered
@@ -220,7 +220,7 @@ def rank_time(trace: Trace, config: RunConfig, hardware: Hardware) -> RankStepTi
     """Compute the time of everything that a rank does, by kind of action and by phase."""
     spent: dict[str, ActionKindCost] = {}
     meter = _EventTimeEstimator(config, hardware, trace.rank)
-    for part in consecutive_events_of(trace.events):
+    for part in split_into_event_spans(trace.events):
         if part.again:
             place = spent.setdefault(_action_kind(part.action), ActionKindCost())
             place.add_span(meter.estimate_repeated_span(part), place.begun.setdefault(part.action, place.seconds))

@@ -22,7 +22,7 @@ from megatron.core.config.flags import flag_name
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stage_specs_of_run
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.repair import RequestedSetup
+from megatron.trust.flags.repair import RunSetup
 from megatron.trust.plan.analytic_estimate import AnalyticEstimate, analytic_estimate, with_padded_vocabulary
 from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import Hardware
@@ -80,7 +80,7 @@ class CandidateLayout:
         )
         return ", ".join(words + ["zero"] * self.sharded)
 
-    def setting_values(self, setting: RequestedSetup) -> dict[str, Any]:
+    def setting_values(self, setting: RunSetup) -> dict[str, Any]:
         """Return the settings of this layout, by field name."""
         parallel = setting.config.parallel
         values: dict[str, Any] = {
@@ -109,7 +109,7 @@ class CandidateLayout:
             values["hierarchical_context_parallel_sizes"] = None
         return values
 
-    def changed_flags_text(self, setting: RequestedSetup) -> str:
+    def changed_flags_text(self, setting: RunSetup) -> str:
         """Return the flags that turn the given command into this layout, as text."""
         given, left_out = [], []
         for name, value in self.setting_values(setting).items():
@@ -160,7 +160,7 @@ def divisors(value: int, most: int) -> list[int]:
     return [size for size in range(1, min(value, most) + 1) if value % size == 0]
 
 
-def rank_divisions(setting: RequestedSetup, node: int) -> Iterator[CandidateLayout]:
+def rank_divisions(setting: RunSetup, node: int) -> Iterator[CandidateLayout]:
     """Yield every division of the ranks, with micro batch 0 and nothing else set. node: largest tensor size, which needs fast links."""
     model, train, ranks = setting.config.model, setting.config.train, setting.world_size
     layers = model.num_layers or (model.encoder_num_layers or 0) + (model.decoder_num_layers or 0) or 1
@@ -186,7 +186,7 @@ def _virtual_stage_counts(layers: int, pp: int) -> list[int]:
     return [size for size in range(1, MOST_CHUNKS + 1) if layers % (pp * size) == 0 or size == 1]
 
 
-def _expert_parallel_sizes(setting: RequestedSetup, tp: int, ranks: int) -> list[tuple[int, int]]:
+def _expert_parallel_sizes(setting: RunSetup, tp: int, ranks: int) -> list[tuple[int, int]]:
     """Return (expert, expert-tensor) sizes for this many ranks of a stage."""
     count = setting.config.model.moe.num_experts
     if not count:
@@ -197,7 +197,7 @@ def _expert_parallel_sizes(setting: RequestedSetup, tp: int, ranks: int) -> list
 
 
 def search_layouts(
-    setting: RequestedSetup,
+    setting: RunSetup,
     hardware: Hardware,
     *,
     true_vocab_size: int,
@@ -230,7 +230,7 @@ def _layout_sort_key(one: FittingLayout) -> tuple[bool, float, float]:
 
 
 def _add_layout_variants_to_ranking(
-    setting: RequestedSetup, shape: CandidateLayout, hardware: Hardware, true_vocab_size: int, ranking: LayoutRanking
+    setting: RunSetup, shape: CandidateLayout, hardware: Hardware, true_vocab_size: int, ranking: LayoutRanking
 ) -> None:
     """Estimate a division in all its variants, and add each to the fitting or the rejected ones."""
     first = _resolve_layout_or_reject(setting, replace(shape, micro=1), ranking)
@@ -308,9 +308,7 @@ def _keep_pareto_variants(
     ranking.fits += fitting
 
 
-def _resolve_layout_or_reject(
-    setting: RequestedSetup, layout: CandidateLayout, ranking: LayoutRanking
-) -> RunConfig | None:
+def _resolve_layout_or_reject(setting: RunSetup, layout: CandidateLayout, ranking: LayoutRanking) -> RunConfig | None:
     """Return the resolved config of a layout; None if rules forbid it, which is noted in the ranking."""
     given = setting.with_values(layout.setting_values(setting))
     config, problems = resolve_and_examine(given.config, setting.world_size)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stage_specs_of_run
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.repair import RequestedSetup
+from megatron.trust.flags.repair import RunSetup
 from megatron.trust.plan.analytic_estimate import analytic_estimate, with_padded_vocabulary
 from megatron.trust.plan.cost import StepCost, step_cost
 from megatron.trust.plan.hardware import Hardware
@@ -79,7 +79,7 @@ def estimate_run(
 
 
 def add_memory_saving_changes(
-    planned: RunEstimate, setting: RequestedSetup, dry_run: DryRunner, *, true_vocab_size: int, seconds: float = 60.0
+    planned: RunEstimate, setting: RunSetup, dry_run: DryRunner, *, true_vocab_size: int, seconds: float = 60.0
 ) -> RunEstimate:
     """Add changes that save memory to the plan of a setting that does not fit: each is simulated, alone and then combined until the run fits.
 
@@ -112,7 +112,7 @@ def add_memory_saving_changes(
     return replace(planned, advice=tuple(advice))
 
 
-def memory_saving_edits(setting: RequestedSetup, config: RunConfig) -> list[tuple[str, Mapping[str, Any]]]:
+def memory_saving_edits(setting: RunSetup, config: RunConfig) -> list[tuple[str, Mapping[str, Any]]]:
     """Return changes that can save memory and that this run has not made yet, as (flags, settings), those that cost the
     least time first. config: the resolved setting.
     """
@@ -154,7 +154,7 @@ class _ChangeSimulator:
     """The setting and the plan that changes are compared with."""
 
     planned: RunEstimate
-    setting: RequestedSetup
+    setting: RunSetup
     dry_run: DryRunner
     true_vocab_size: int
 
@@ -180,7 +180,7 @@ class _ChangeSimulator:
         )
 
 
-def fullest_rank_explanation_lines(run: DryRunResult) -> list[str]:
+def fullest_vs_emptiest_rank_lines(run: DryRunResult) -> list[str]:
     """Return lines on what the fullest rank holds more of than the emptiest, and which part of the layout causes it."""
     worst, least = run.worst_trace, min(run.traces, key=lambda trace: trace.peak)
     if worst.peak - least.peak < 0.001 * worst.peak:

@@ -20,7 +20,7 @@ from megatron.core.models.describe import count_parameters
 from megatron.core.pipeline_parallel.schedules import num_plan_stages
 from megatron.trust.plan.cost import FUSED
 from megatron.trust.plan.layout_search import LayoutRanking
-from megatron.trust.plan.planner import RunEstimate, fullest_rank_explanation_lines, stage_contents_text
+from megatron.trust.plan.planner import RunEstimate, fullest_vs_emptiest_rank_lines, stage_contents_text
 from megatron.trust.simulate.trace import KINDS, DryRunResult, Trace
 from megatron.trust.units import GIB, bytes_text, count_text, seconds_text
 
@@ -48,7 +48,7 @@ def run_estimate_text(planned: RunEstimate) -> str:
         + (f", {summit.where}" if summit.where else ""),
     ]
     lines += [
-        f"{'' if place else 'why there:':10} {line}" for place, line in enumerate(fullest_rank_explanation_lines(run))
+        f"{'' if place else 'why there:':10} {line}" for place, line in enumerate(fullest_vs_emptiest_rank_lines(run))
     ]
     parts = [
         f"{part} {seconds / time.seconds:.0%}"
@@ -127,7 +127,7 @@ def run_estimate_values(planned: RunEstimate) -> dict[str, Any]:
         "budget": hardware.usable_bytes(),
         "world_size": run.world_size,
         "worst_rank": run.worst_trace.rank,
-        "why": fullest_rank_explanation_lines(run),
+        "why": fullest_vs_emptiest_rank_lines(run),
         "notes": dry_run_caveats(run),
         "ranks": ranks,
         "microbatches": run.whole_microbatches,
@@ -180,7 +180,7 @@ def run_estimate_html(planned: RunEstimate, command: Sequence[str]) -> str:
         headline=html.escape(planned_run_summary_line(run)),
         memory=_html_table(_memory_rows(planned, most=DRAWN_ROWS)),
         why="".join(
-            f"<li>{html.escape(line)}</li>" for line in (*fullest_rank_explanation_lines(run), *dry_run_caveats(run))
+            f"<li>{html.escape(line)}</li>" for line in (*fullest_vs_emptiest_rank_lines(run), *dry_run_caveats(run))
         ),
         figures=figures,
         keys=keys,

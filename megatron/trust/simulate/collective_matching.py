@@ -113,7 +113,7 @@ def match_collectives(run: DryRunResult) -> CollectiveMatchReport:
     traced = {trace.rank: trace.events for trace in run.traces}
     stands = [trace.rank for trace in run.traces]
 
-    compares = _can_compare_optimizer_sums(run, lists)
+    compares = _make_optimizer_share_predicate(run, lists)
 
     def communication_sequence_of(rank: int) -> RankCommunicationSequence:
         return rank_communication_of(rank, stands[kind_of[rank]], traced[stands[kind_of[rank]]], lists, compares)
@@ -130,7 +130,9 @@ def match_collectives(run: DryRunResult) -> CollectiveMatchReport:
     )
 
 
-def _can_compare_optimizer_sums(run: DryRunResult, lists: Mapping[str, RankLists]) -> Callable[[Sequence[int]], bool]:
+def _make_optimizer_share_predicate(
+    run: DryRunResult, lists: Mapping[str, RankLists]
+) -> Callable[[Sequence[int]], bool]:
     """Return whether sums of owners' shares can be compared in a group of ranks: the traces of all have the same share of the optimizer's state."""
     place = {rank: at for group in lists["dp_cp"] for at, rank in enumerate(group)}
     share = {rank: place[trace.rank] for trace, ranks in zip(run.traces, run.stands_for, strict=True) for rank in ranks}
@@ -352,7 +354,7 @@ def _simulate_waiting(lines: Mapping[int, RankCommunicationSequence], *, overlap
     while ready:
         player, further = ready.popleft(), False
         while player.todo:
-            further |= _start_next_communication(player)
+            further |= _arrive_at_next_communication(player)
             awaited = _ranks_waited_for(player, players)
             if awaited:
                 players[awaited[0]].followers.append(player)
@@ -377,12 +379,12 @@ def _blocking_steps(line: RankCommunicationSequence, *, overlap: bool) -> Iterat
     for step in line.steps:
         message = isinstance(step, CommunicationCall) and step.name in ("send", "receive")
         if isinstance(step, str) or not message or step.axis in _ALONE:
-            yield from _message_waits(together)
+            yield from _wait_steps_of_messages(together)
             together = []
         if isinstance(step, str):
-            yield from _message_waits(leaving[1])
+            yield from _wait_steps_of_messages(leaving[1])
             leaving = [[], leaving[0]]
-            yield from _message_waits(one for name in step.split(TOGETHER) for one in arriving.pop(name, ()))
+            yield from _wait_steps_of_messages(one for name in step.split(TOGETHER) for one in arriving.pop(name, ()))
         elif not message:
             yield "meet", step, 0
         else:
@@ -392,7 +394,7 @@ def _blocking_steps(line: RankCommunicationSequence, *, overlap: bool) -> Iterat
                 together.append((step, number))
                 yield "begin", step, number
                 continue
-            yield from _message_waits(leaving[1])  # the action is over: what left before it has arrived
+            yield from _wait_steps_of_messages(leaving[1])  # the action is over: what left before it has arrived
             leaving[1] = []
             yield "begin", step, number
             if not overlap:
@@ -401,15 +403,17 @@ def _blocking_steps(line: RankCommunicationSequence, *, overlap: bool) -> Iterat
                 leaving[0].append((step, number))
             else:
                 arriving.setdefault(step.action, []).append((step, number))
-    yield from _message_waits((*together, *leaving[1], *leaving[0], *chain.from_iterable(arriving.values())))
+    yield from _wait_steps_of_messages((*together, *leaving[1], *leaving[0], *chain.from_iterable(arriving.values())))
 
 
-def _message_waits(messages: Iterable[tuple[CommunicationCall, int]]) -> Iterator[tuple[str, CommunicationCall, int]]:
+def _wait_steps_of_messages(
+    messages: Iterable[tuple[CommunicationCall, int]],
+) -> Iterator[tuple[str, CommunicationCall, int]]:
     """Yield the step that waits for each of these messages."""
     return (("through", message, number) for message, number in messages)
 
 
-def _start_next_communication(player: _DeadlockSimulationRank) -> bool:
+def _arrive_at_next_communication(player: _DeadlockSimulationRank) -> bool:
     """Arrive at the next step: start a message, or wait for others. Returns whether that changes anything for other ranks."""
     kind, meeting, number = player.todo[0]
     if kind == "begin":

@@ -32,7 +32,7 @@ from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.overlap import OverlappedComputation
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import quantized_storage_of
-from megatron.core.pipeline_parallel.schedules import Plan, training_plan_of_run, with_reduction_actions
+from megatron.core.pipeline_parallel.schedules import Plan, pipeline_plan_of_run, with_reduction_actions
 from megatron.core.pipeline_parallel.transfers import Transfer
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.cli.device_checks import kernel_requirements
@@ -123,7 +123,7 @@ def make_recorded_trainer(config: RunConfig, mesh: Mesh, recorder: StepRecorder,
     if varlen and uses_varlen_attention(config):
         kernels = replace(kernels, attention=partial(_attend_to_whole_rows, kernels.attention))
     if isinstance(recorder, FakeTensorRecorder):
-        kernels = ScanRecorder(recorder, recorder.world.scans).kernels_with_recorded_scans(kernels)
+        kernels = ScanRecorder(recorder, recorder.world.scans).replace_scans_with_recorded(kernels)
     run = RunContext(
         config=config,
         mesh=mesh,
@@ -199,12 +199,12 @@ def _label_persistent_memory(memory: StorageTracker, trainer: Trainer, params: S
     for param in params:
         if quantized_storage_of(param) is not None:
             memory.count_as_zero(param)
-    memory.label((held for param in params for held in _local_tensors_of_parameter(param)), "weights")
+    memory.label((held for param in params for held in _local_storage_of_parameter(param)), "weights")
     memory.label((buffer for stage in trainer.stages for buffer in stage.buffers()), "weights")
     memory.label(trainer.optimizer.storage_tensors(), "optimizer")
 
 
-def _local_tensors_of_parameter(param: Tensor) -> tuple[Tensor, ...]:
+def _local_storage_of_parameter(param: Tensor) -> tuple[Tensor, ...]:
     """Return what a rank holds of a parameter between steps: its shard, or the codes and scales of one that is quantized."""
     quantized = quantized_storage_of(param)
     if quantized is not None:
@@ -270,7 +270,7 @@ def group_ranks_by_kind(config: RunConfig, lists: dict[str, RankLists], num_micr
     Pipeline stages differ, and ranks with different shares of the documents. Along the other axes, the first, the last and the ranks between can
     differ by a few small tensors; where that makes many kinds, all ranks of one stage count as one kind, represented by the first.
     """
-    shares = _document_shares_by_rank(config, lists, num_microbatches)
+    shares = _hybrid_cp_shares_by_rank(config, lists, num_microbatches)
     axes = ("tp",) if shares else ("tp", "cp", "dp", "ep", "etp")
     edges = [
         {rank: _first_middle_or_last(place, len(ranks)) for ranks in lists[axis] for place, rank in enumerate(ranks)}
@@ -288,7 +288,7 @@ def group_ranks_by_kind(config: RunConfig, lists: dict[str, RankLists], num_micr
     return [tuple(ranks_of_kind[key]) for key in sorted(ranks_of_kind)]
 
 
-def _document_shares_by_rank(
+def _hybrid_cp_shares_by_rank(
     config: RunConfig, lists: dict[str, RankLists], num_microbatches: int
 ) -> dict[int, tuple[Any, ...]]:
     """Return each rank's share of a global batch whose documents are divided by length."""
@@ -344,7 +344,7 @@ def _with_microbatches(config: RunConfig, world_size: int, count: int) -> RunCon
 
 def schedule_plan(config: RunConfig, count: int) -> Plan:
     """Return the pipeline schedule of a step of so many microbatches."""
-    return with_reduction_actions(training_plan_of_run(config, count))
+    return with_reduction_actions(pipeline_plan_of_run(config, count))
 
 
 def fake_trace(
@@ -384,7 +384,7 @@ def _trace_in_fake_groups(
         enable_mixed_dtype_addmm(trainer)
         around = (
             MicrobatchMemo(recorder, copied).installed_on(trainer.stages)
-            if copied > _NEVER_REPLAYED and _can_memoize_microbatches(config)
+            if copied > _NEVER_REPLAYED and _can_replay_microbatch_passes(config)
             else nullcontext()
         )
         return record_train_step(trainer, recorder, around)
@@ -400,7 +400,7 @@ def enable_mixed_dtype_addmm(trainer: Trainer) -> None:
             )
 
 
-def _can_memoize_microbatches(config: RunConfig) -> bool:
+def _can_replay_microbatch_passes(config: RunConfig) -> bool:
     """Whether a stage runs its microbatches one after the other and each backward pass in one piece, so that it can be replayed."""
     parallel = config.parallel
     return (

@@ -121,10 +121,10 @@ class FakeTensorRecorder(StepRecorder):
                 result[1].known = torch.arange(args[0].numel())
         elif known is not None:
             for tensor, value in zip(tensors_of((result,)), tensors_of((known,)), strict=True):
-                _set_known_values(tensor, value if value.numel() <= _MOST_KNOWN else None)
+                _attach_fake_tensor_values(tensor, value if value.numel() <= _MOST_KNOWN else None)
         elif func._schema.is_mutable:
             for tensor in tensors_of((result,)):
-                _set_known_values(tensor, None)
+                _attach_fake_tensor_values(tensor, None)
 
     def run_communication(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """As `StepRecorder`'s. All ranks make the same choices, so a gathered tensor repeats this rank's values."""
@@ -132,7 +132,7 @@ class FakeTensorRecorder(StepRecorder):
         result = (args[0], work) if len(func._schema.returns) > 1 else work
         if self.knows:
             for tensor in tensors_of((args[0],)):
-                _set_known_values(tensor, None)
+                _attach_fake_tensor_values(tensor, None)
             if (
                 func is torch.ops.c10d._allgather_base_.default
                 and (known := getattr(args[1], "known", None)) is not None
@@ -273,7 +273,7 @@ def _blueprint_of_output(
     )
 
 
-def _set_known_values(tensor: Any, value: Tensor | None) -> None:
+def _attach_fake_tensor_values(tensor: Any, value: Tensor | None) -> None:
     """Attach the known values of a fake tensor; None: unknown."""
     tensor.known = value
 

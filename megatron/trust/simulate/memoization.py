@@ -45,7 +45,7 @@ class TraceMismatch(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _PassTensorLayout:
+class _PassOutputTensorLayout:
     """The layout of a tensor that a pass hands to its caller. birth: index of its storage among those that the pass
     leaves allocated. plain: its autograd node is a C++ one; torch holds Python nodes differently.
     """
@@ -73,10 +73,10 @@ class _RecordedPass:
     events: tuple[StepEvent, ...]
     live: int
     last: int
-    given: tuple[_PassTensorLayout | None, ...]
+    given: tuple[_PassOutputTensorLayout | None, ...]
     ended: tuple[Any, ...]
     before: tuple[str, ...] = ()
-    notes: tuple[tuple[str, _PassTensorLayout], ...] = ()
+    notes: tuple[tuple[str, _PassOutputTensorLayout], ...] = ()
     kept: frozenset[int] = frozenset()
     flags: tuple[tuple[str, bool, bool], ...] = ()
 
@@ -331,7 +331,7 @@ class MicrobatchMemo:
         self,
         mark: _RecordingStartCounters,
         trace: AllocationTrace,
-        given: tuple[_PassTensorLayout | None, ...],
+        given: tuple[_PassOutputTensorLayout | None, ...],
         ended: tuple[Any, ...],
     ) -> _RecordedPass:
         """Return the recorded pass since its start. Raises `TraceMismatch` if it cannot be replayed."""
@@ -342,12 +342,12 @@ class MicrobatchMemo:
             raise TraceMismatch("another action begins in a pass")
         return _RecordedPass(trace, events, mark.live, recorder.memory.event - mark.event, given, ended)
 
-    def _tensor_layout(self, tensor: Tensor, place: dict[int, int]) -> _PassTensorLayout:
+    def _tensor_layout(self, tensor: Tensor, place: dict[int, int]) -> _PassOutputTensorLayout:
         """Return a tensor's layout. place: id of a lifetime -> birth in this pass; `TraceMismatch` if it has none."""
         life = self.recorder.memory.find_lifetime(tensor)
         if life is None or id(life) not in place:
             raise TraceMismatch("a stage gives what it was given")
-        return _PassTensorLayout(
+        return _PassOutputTensorLayout(
             place[id(life)],
             tuple(tensor.size()),
             tensor.stride(),
@@ -366,7 +366,7 @@ class MicrobatchMemo:
 
     def _new_metrics(
         self, microbatch_context: MicrobatchContext, place: dict[int, int]
-    ) -> tuple[tuple[str, _PassTensorLayout], ...]:
+    ) -> tuple[tuple[str, _PassOutputTensorLayout], ...]:
         """Return the metrics that a pass added, with their layouts."""
         return tuple(
             (name, self._tensor_layout(note, place))
@@ -453,7 +453,7 @@ class MicrobatchMemo:
         recorder.memory.event = begin + seen.last
         return recorder.memory.replay(seen.trace, begin, ending)
 
-    def _fake_tensor_of_layout(self, shape: _PassTensorLayout, lives: Sequence[StorageLifetime]) -> Tensor:
+    def _fake_tensor_of_layout(self, shape: _PassOutputTensorLayout, lives: Sequence[StorageLifetime]) -> Tensor:
         """Return a fake tensor of a recorded layout, in the storage of one of these lifetimes."""
         return self._fake_tensor_in_lifetime(lives[shape.birth], shape.size, shape.stride, shape.offset, shape.dtype)
 

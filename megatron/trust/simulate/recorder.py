@@ -334,7 +334,7 @@ class StepRecorder(TorchDispatchMode):
 
             run(turns, run_first_action, run_second_action, device)
 
-        def switch_dual_batch_thread(turns: DualBatchThreads) -> None:
+        def switch_thread_and_resume_action(turns: DualBatchThreads) -> None:
             action, module = self.action, self.module
             switch(turns)
             self.resume_action(action, module)
@@ -353,7 +353,7 @@ class StepRecorder(TorchDispatchMode):
             _patched_attribute(DeviceMesh, "from_group", staticmethod(make_device_mesh_unrecorded)),
             _patched_attribute(FSDPParam, "reset_sharded_param", lambda param: None),
             _patched_attribute(DualBatchThreads, "run", run_dual_batch_with_actions),
-            _patched_attribute(DualBatchThreads, "switch", switch_dual_batch_thread),
+            _patched_attribute(DualBatchThreads, "switch", switch_thread_and_resume_action),
             _patched_attribute(optimizer, "has_separate_memory", lambda device: True),
         ):
             yield

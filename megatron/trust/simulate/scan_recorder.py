@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron.core.kernels import scans
 from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.kernels.table import Kernels
-from megatron.core.parallel.offload import no_activation_offload
+from megatron.core.parallel.offload import disable_activation_offload
 from megatron.trust.simulate.recorder import StepRecorder, dtype_name
-from megatron.trust.simulate.trace import EventList, ScanOperations, StepEvent
+from megatron.trust.simulate.trace import EventList, RecordedScanEvents, StepEvent
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
 
@@ -34,7 +34,7 @@ Scan = Callable[..., tuple[Tensor, Tensor]]
 class ScanPassCost:
     """What a pass over one span does. workspace: most bytes allocated beside its inputs and results."""
 
-    operations: ScanOperations
+    operations: RecordedScanEvents
     workspace: int
 
 
@@ -83,7 +83,7 @@ class ScanRecorder:
     recorder: StepRecorder
     known: dict[Any, tuple[ScanPassCost, ScanPassCost]] = field(default_factory=dict)
 
-    def kernels_with_recorded_scans(self, kernels: Kernels) -> Kernels:
+    def replace_scans_with_recorded(self, kernels: Kernels) -> Kernels:
         """Return the kernels with torch's scans replaced by recorded ones."""
         torchs = [kind for kind in KINDS if getattr(kernels, kind.name) is kind.kernel]
         recorded: dict[str, Any] = {kind.name: self._make_recorded_scan(kind) for kind in torchs}
@@ -133,7 +133,7 @@ class ScanRecorder:
         }
         key = kind.name, *shapes.values(), documents, given, last
         if key not in self.known:
-            with _disable_current_modes(), no_activation_offload(), torch.enable_grad():
+            with _disable_current_modes(), disable_activation_offload(), torch.enable_grad():
                 made = {
                     name: torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
                     for name, (shape, dtype) in shapes.items()
@@ -157,16 +157,16 @@ def _measure_scan_span_cost(
     for tensor in (*asking, *gradients, *([] if segments is None else [segments])):
         recorder.memory.track(tensor)
     with recorder:
-        results, forward = _record_scan_span_pass(
+        results, forward = _run_and_measure_scan_pass(
             recorder, lambda: kind.kernel(*tensors.values(), segments=segments, state=state)
         )
-        _, backward = _record_scan_span_pass(
+        _, backward = _run_and_measure_scan_pass(
             recorder, lambda: torch.autograd.grad(results[: len(gradients)], asking, gradients)
         )
     return forward, backward
 
 
-def _record_scan_span_pass(
+def _run_and_measure_scan_pass(
     recorder: StepRecorder, run: Callable[[], tuple[Tensor, ...]]
 ) -> tuple[tuple[Tensor, ...], ScanPassCost]:
     """Run a pass under the recorder. Return (its results, its cost)."""
@@ -175,7 +175,7 @@ def _record_scan_span_pass(
     memory.begin_peak_measurement()
     results = run()
     made = sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in results}.values())
-    return results, ScanPassCost(ScanOperations(tuple(recorder.events)), max(0, memory.peak - before - made))
+    return results, ScanPassCost(RecordedScanEvents(tuple(recorder.events)), max(0, memory.peak - before - made))
 
 
 class _RecordedScanFunction(Function):

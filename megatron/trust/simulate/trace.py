@@ -57,7 +57,7 @@ class StepEvent:
     dtype: str = ""
     live: int = 0
     factors: str = ""
-    parts: tuple[tuple[int, ScanOperations], ...] = ()
+    parts: tuple[tuple[int, RecordedScanEvents], ...] = ()
 
     @property
     def is_communication(self) -> bool:
@@ -66,7 +66,7 @@ class StepEvent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ScanOperations:
+class RecordedScanEvents:
     """Operations that are recorded as part of one event. Two of them are the same only if they are one object."""
 
     events: tuple[StepEvent, ...]
@@ -145,14 +145,14 @@ class EventList(Sequence[StepEvent]):
         return self.parts[at].event_as_repeated(self.parts[at].events[place - self.begins[at]])
 
 
-def consecutive_events_of(events: Sequence[StepEvent]) -> Sequence[ConsecutiveEvents]:
+def split_into_event_spans(events: Sequence[StepEvent]) -> Sequence[ConsecutiveEvents]:
     """Return the spans of a sequence of events."""
     return events.parts if isinstance(events, EventList) else (ConsecutiveEvents(tuple(events)),)
 
 
 def communication_events_of(events: Sequence[StepEvent]) -> Iterator[StepEvent]:
     """Yield collectives, messages and the starts of actions."""
-    for part in consecutive_events_of(events):
+    for part in split_into_event_spans(events):
         yield from (part.event_as_repeated(event) for event in part.events if event.kind != "op")
 
 

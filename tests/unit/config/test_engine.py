@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import config_from_dict
+from megatron.core.config.flags import config_from_flat_dict
 from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES, broken_rules
 from megatron.core.config.rules.rule import divisors_text
 from megatron.core.config.settings.run import RequestedRun
@@ -360,7 +360,7 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
 
 
 def found(world_size: int, changes: dict[str, Any]) -> dict[str, str]:
-    return dict(broken_rules(config_from_dict(RequestedRun, {**GOOD, **changes}).resolve(world_size), world_size))
+    return dict(broken_rules(config_from_flat_dict(RequestedRun, {**GOOD, **changes}).resolve(world_size), world_size))
 
 
 @pytest.mark.parametrize("name, world_size, changes, words", BAD, ids=[f"{row[0]} {' '.join(map(str, row[2]))}" for row in BAD])
@@ -414,7 +414,7 @@ def test_every_rule_has_a_bad_setting_here_and_a_name_of_its_own() -> None:
 
 def test_stages_follow_the_flags() -> None:
     def layers(**changes: Any) -> list[list[int]]:
-        config = config_from_dict(RequestedRun, {**GOOD, **changes}).resolve(2)
+        config = config_from_flat_dict(RequestedRun, {**GOOD, **changes}).resolve(2)
         return [[plan.index for plan in stage.layers] for stage in stage_specs_of_run(config)]
 
     assert layers() == [[*range(8)]]

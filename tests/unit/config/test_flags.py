@@ -13,9 +13,9 @@ from megatron.core.config.flags import (
     ConfigError,
     Role,
     add_config_arguments,
-    config_from_dict,
+    config_from_flat_dict,
     config_from_namespace,
-    config_to_dict,
+    config_to_flat_dict,
     field_resume_roles,
     flag,
     flag_fields,
@@ -117,14 +117,14 @@ def test_help_shows_the_spelling_that_changes_the_default_and_the_default() -> N
 
 def test_values_go_there_and_back() -> None:
     config = read("--sizes", "1", "2", "--quick", "--inner-size", "5")
-    values = config_to_dict(config)
+    values = config_to_flat_dict(config)
     assert values["sizes"] == [1, 2] and values["inner_size"] == 5 and values["plain"] == 7 and "part" not in values
-    assert config_from_dict(Sample, values) == config
-    assert config_from_dict(Sample, {}) == Sample()
+    assert config_from_flat_dict(Sample, values) == config
+    assert config_from_flat_dict(Sample, {}) == Sample()
 
 
 def test_a_value_named_like_a_part_does_not_replace_it() -> None:
-    assert config_from_dict(Sample, {"part": "nonsense", "inner_size": 8}).part == Part(8)
+    assert config_from_flat_dict(Sample, {"part": "nonsense", "inner_size": 8}).part == Part(8)
 
 
 def test_spellings_of_a_field_are_all_known() -> None:
@@ -209,8 +209,8 @@ def test_every_flag_reaches_its_field_and_only_that(field: dataclasses.Field, ki
     add_config_arguments(made, RequestedRun)
     words, value = example(field, kind)
     before, after = (
-        config_to_dict(RequestedRun()),
-        config_to_dict(config_from_namespace(RequestedRun, made.parse_args(words))),
+        config_to_flat_dict(RequestedRun()),
+        config_to_flat_dict(config_from_namespace(RequestedRun, made.parse_args(words))),
     )
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {field.name}

@@ -17,7 +17,7 @@ from megatron.core.parallel.mesh import Axis
 from megatron.training.data.batch import Batch
 from megatron.training.data.rebalance import RebalancedBatches, documents_with_loss
 from megatron.training.evaluate import evaluate_loss
-from megatron.training.loader import microbatches_of_split
+from megatron.training.loader import iterate_split_microbatches
 from megatron.training.run import RunContext
 from megatron.training.step import train_step
 from tests.helpers import tiny
@@ -86,7 +86,7 @@ def seen_here(changes: dict[str, Any]) -> list[dict[str, np.ndarray]]:
         tokenizer=run.tokenizer,
     )
     found = []
-    stream = microbatches_of_split(run, train, consumed_samples=0, reads=True)
+    stream = iterate_split_microbatches(run, train, consumed_samples=0, reads=True)
     for batch in (next(stream), next(stream)):
         rows = {name: getattr(batch, name) for name in ("tokens", "labels", "loss_mask", "positions", "documents")}
         found.append({name: row.numpy() for name, row in {**rows, **batch.extras}.items() if row is not None})
@@ -197,7 +197,7 @@ def read_here(changes: dict[str, Any]) -> list[tuple[int, int, int, list[int]]]:
         test_samples=0,
         tokenizer=run.tokenizer,
     )
-    stream = microbatches_of_split(run, train, consumed_samples=0, reads=True)
+    stream = iterate_split_microbatches(run, train, consumed_samples=0, reads=True)
     found = []
     for _ in range(stream.prepare_step(2)):
         batch = next(stream)

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.config.flags import ConfigError, config_from_dict
+from megatron.core.config.flags import ConfigError, config_from_flat_dict
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.datasets.bert import BERTDataset, BERTSampleOptions
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.kinds import bert_dataset_kind
+from megatron.core.datasets.kinds import make_bert_dataset_kind
 from megatron.core.datasets.masking import TokenMaskingOptions, word_continuation_mask
 from megatron.core.datasets.samplers import collate
 from megatron.core.tokenizers.build import NullTokenizer
@@ -201,13 +201,15 @@ def test_an_id_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
 
 
 def run_config(**changes: object) -> RunConfig:
-    return config_from_dict(RequestedRun, {"seq_length": SIZE, "seed": 3, "architecture": "bert", **changes}).resolve(1)
+    return config_from_flat_dict(
+        RequestedRun, {"seq_length": SIZE, "seed": 3, "architecture": "bert", **changes}
+    ).resolve(1)
 
 
 def test_splits_are_shares_of_the_documents_and_never_meet(tmp_path: Path) -> None:
     write(tmp_path / "data", DOCUMENTS)
     run = run_config(data_path=(str(tmp_path / "data"),), split="60,30,10")
-    train, valid, test = build_split_datasets(run.data, bert_dataset_kind(run, LetterTokenizer()), (300, 20, 5))
+    train, valid, test = build_split_datasets(run.data, make_bert_dataset_kind(run, LetterTokenizer()), (300, 20, 5))
     bounds = np.cumsum([0, *map(len, DOCUMENTS)])
     for part, (low, high) in ((train, (0, 72)), (valid, (72, 108)), (test, (108, 120))):
         assert part.rows[:, 0].min() >= bounds[low] and part.rows[:, 1].max() <= bounds[high]
@@ -217,7 +219,7 @@ def test_splits_are_shares_of_the_documents_and_never_meet(tmp_path: Path) -> No
 
 def test_mock_samples_need_no_files_and_avoid_special_ids() -> None:
     run = run_config(mock_data=True)
-    train, _, _ = build_split_datasets(run.data, bert_dataset_kind(run, LetterTokenizer()), (50, 5, 5))
+    train, _, _ = build_split_datasets(run.data, make_bert_dataset_kind(run, LetterTokenizer()), (50, 5, 5))
     for index in range(50):
         assert all(token > 5 for part in parts(train[index]) for token in part)
 
@@ -230,12 +232,12 @@ def test_a_tokenizer_without_the_special_tokens_is_refused_with_all_that_it_lack
     with pytest.raises(
         ConfigError, match=r"BERT needs \[CLS\], \[SEP\], \[MASK\], padding, which NullTokenizer does not have"
     ):
-        bert_dataset_kind(run_config(mock_data=True), tokenizer)
+        make_bert_dataset_kind(run_config(mock_data=True), tokenizer)
 
 
 def test_the_settings_are_the_flags() -> None:
     assert DataConfig().masking.mask_prob == 0.15 and DataConfig().masking.short_seq_prob == 0.1
-    kind = bert_dataset_kind(
+    kind = make_bert_dataset_kind(
         run_config(mock_data=True, mask_prob=0.3, short_seq_prob=0.0, bert_binary_head=False), LetterTokenizer()
     )
     assert (kind.options.masking.probability, kind.options.short_seq_prob, kind.options.pairs) == (0.3, 0.0, None)

@@ -21,7 +21,7 @@ from megatron.core.datasets.data_splits import plan_data_splits
 from megatron.core.datasets.energon import EnergonSplitPart
 from megatron.core.datasets.image_conversations import SLOT, ImageConversationTokenSource
 from megatron.core.datasets.indexed import DataError, IndexedDatasetBuilder
-from megatron.core.datasets.multimodal import image_chat_dataset_kind
+from megatron.core.datasets.multimodal import make_image_chat_dataset_kind
 from megatron.core.datasets.multimodal_bin_idx import image_bytes_to_int32
 from megatron.core.datasets.webdataset import read_energon_rows, read_tar_samples
 from megatron.tools import preprocess_mmdata
@@ -69,7 +69,7 @@ def seen(path: Path | str, split: str = "train", **changes: Any) -> list[str]:
     """The conversations of a split, # for a slot, in the order of their source."""
     run = tiny.config(**{**SETTINGS, "data_path": (str(path),), "split": None, **changes})
     data = build_split_datasets(
-        run.data, image_chat_dataset_kind(run, TOKENIZER), (None, 0, 0) if split == "train" else (0, None, 0)
+        run.data, make_image_chat_dataset_kind(run, TOKENIZER), (None, 0, 0) if split == "train" else (0, None, 0)
     )
     chosen = data[0 if split == "train" else 1]
     assert chosen is not None
@@ -235,7 +235,7 @@ def test_samples_of_a_blend_come_in_the_shares_of_its_weights_wherever_it_is_rea
     path = blend(tmp_path / "blend.yaml", train={"blend": nodes}, val={"blend": nodes})
     run = tiny.config(**{**SETTINGS, "data_path": (path,), "split": None, "seq_length": 24})
     one, other = (
-        build_split_datasets(run.data, image_chat_dataset_kind(run, TOKENIZER), (40, 0, 0))[0] for _ in range(2)
+        build_split_datasets(run.data, make_image_chat_dataset_kind(run, TOKENIZER), (40, 0, 0))[0] for _ in range(2)
     )
     assert isinstance(one, BlendedDataset) and isinstance(other, BlendedDataset)
     assert one.samples_per_dataset(40).tolist() == [30, 10]
@@ -264,7 +264,7 @@ def test_what_a_yaml_file_cannot_mean_is_refused(tmp_path: Path, node: Any, reas
     path = blend(tmp_path / "self.yaml", train=node)
     with pytest.raises((ConfigError, DataError), match=reason):
         run = tiny.config(**{**SETTINGS, "data_path": (path,), "split": None})
-        build_split_datasets(run.data, image_chat_dataset_kind(run, TOKENIZER), (None, 0, 0))
+        build_split_datasets(run.data, make_image_chat_dataset_kind(run, TOKENIZER), (None, 0, 0))
 
 
 def test_energon_folders_beside_other_files_need_a_flag_for_each_split(tmp_path: Path) -> None:

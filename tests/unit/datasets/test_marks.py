@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from tokenizers import processors
 
-from megatron.core.config.flags import ConfigError, config_from_dict
+from megatron.core.config.flags import ConfigError, config_from_flat_dict
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.ingest.encode import EncodeOptions, RecordEncoder
-from megatron.core.datasets.kinds import bert_dataset_kind, t5_dataset_kind
+from megatron.core.datasets.kinds import make_bert_dataset_kind, make_t5_dataset_kind
 from megatron.core.datasets.special_tokens import encode_without_special_tokens, refuse_added_special_tokens
 from megatron.core.tokenizers.build import build_tokenizer
 from tests.helpers.architecture import ROOT
@@ -57,9 +57,9 @@ def test_sentences_are_not_written_with_a_frame_each(framing: TokenizerConfig) -
     RecordEncoder(EncodeOptions(without_frame(framing), language="english"))
 
 
-@pytest.mark.parametrize("kind", [bert_dataset_kind, t5_dataset_kind])
+@pytest.mark.parametrize("kind", [make_bert_dataset_kind, make_t5_dataset_kind])
 def test_samples_of_sentences_refuse_a_tokenizer_with_a_frame(framing: TokenizerConfig, kind: object) -> None:
-    config = config_from_dict(RunConfig, {"seq_length": 32, "mock_data": True})
+    config = config_from_flat_dict(RunConfig, {"seq_length": 32, "mock_data": True})
     with pytest.raises(ConfigError, match="--tokenizer-hf-no-include-special-tokens"):
         kind(config, build_tokenizer(framing))
 

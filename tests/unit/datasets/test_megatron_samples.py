@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.config.flags import config_from_dict
+from megatron.core.config.flags import config_from_flat_dict
 from megatron.core.config.settings.run import RequestedRun
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.kinds import KINDS
@@ -52,7 +52,7 @@ def test_samples_are_those_of_megatron_core(texts: tuple[Path, dict], number: in
     case = dict(content["cases"][number])
     samples, lengths, kind = case.pop("samples"), case.pop("lengths"), case.pop("kind")
     words = [str(folder / word) if word in content["texts"] else word for word in case.pop("data_path")]
-    run = config_from_dict(RequestedRun, {**case, "architecture": kind, "data_path": tuple(words)}).resolve(1)
+    run = config_from_flat_dict(RequestedRun, {**case, "architecture": kind, "data_path": tuple(words)}).resolve(1)
     tokenizer = {"bert": LetterTokenizer(), "t5": LetterTokenizer(extra=SENTINELS), "gpt": PlainTokenizer()}[kind]
     splits = build_split_datasets(run.data, KINDS[kind](run, tokenizer), tuple(content["sizes"]))
     assert [None if split is None else len(split) for split in splits] == lengths

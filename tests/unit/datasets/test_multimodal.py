@@ -20,7 +20,7 @@ from megatron.core.datasets import images
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.image_conversations import SLOT, ImageTokenLayout
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.multimodal import MOST_IN_A_ROW, ImageChatDataset, Use, image_chat_dataset_kind
+from megatron.core.datasets.multimodal import MOST_IN_A_ROW, ImageChatDataset, Use, make_image_chat_dataset_kind
 from megatron.core.datasets.samplers import collate
 from megatron.core.tokenizers.build import build_tokenizer
 from tests.helpers import tiny
@@ -62,7 +62,7 @@ def write(folder: Path, rows: list[dict[str, Any]], **files: bytes | Image.Image
 def dataset(path: Path, use: Use = "pixels", **changes: Any) -> ImageChatDataset:
     """The training samples of a file."""
     run = tiny.config(**{**SETTINGS, "data_path": (str(path),), **changes})
-    train, _, _ = build_split_datasets(run.data, image_chat_dataset_kind(run, TOKENIZER, use), (None, 0, 0))
+    train, _, _ = build_split_datasets(run.data, make_image_chat_dataset_kind(run, TOKENIZER, use), (None, 0, 0))
     assert isinstance(train, ImageChatDataset)
     return train
 
@@ -227,7 +227,7 @@ def test_a_slot_is_no_id_of_any_vocabulary() -> None:
 
 def test_made_up_conversations_each_have_an_image() -> None:
     run = tiny.config(**{**SETTINGS, "mock_data": True, "seq_length": 300, "max_position_embeddings": 300})
-    data, _, _ = build_split_datasets(run.data, image_chat_dataset_kind(run, TOKENIZER), (None, 0, 0))
+    data, _, _ = build_split_datasets(run.data, make_image_chat_dataset_kind(run, TOKENIZER), (None, 0, 0))
     assert isinstance(data, ImageChatDataset)
     sample = data[0]
     conversations = int(sample["document_ids"][sample["image_slots"] >= 0].max()) + 1

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.config.flags import ConfigError, config_from_dict
+from megatron.core.config.flags import ConfigError, config_from_flat_dict
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.dataset_protocols import SplitRequest
-from megatron.core.datasets.kinds import t5_dataset_kind
+from megatron.core.datasets.kinds import make_t5_dataset_kind
 from megatron.core.datasets.masking import TokenMaskingOptions, word_continuation_mask
 from megatron.core.datasets.t5 import T5Dataset, T5SampleOptions
 from tests.helpers.sentences import BOS, EOS, PAD, LetterTokenizer, some_documents, write
@@ -108,7 +108,7 @@ def test_a_text_without_tokens_leaves_the_encoder_something_to_look_at(tmp_path:
 
 
 def run_config(**changes: object) -> RunConfig:
-    return config_from_dict(
+    return config_from_flat_dict(
         RunConfig,
         {
             "encoder_seq_length": ENCODER,
@@ -123,11 +123,11 @@ def run_config(**changes: object) -> RunConfig:
 
 def test_mock_samples_and_settings_come_from_the_flags() -> None:
     run = run_config()
-    train, _, _ = build_split_datasets(run.data, t5_dataset_kind(run, TOKENIZER), (30, 3, 3))
+    train, _, _ = build_split_datasets(run.data, make_t5_dataset_kind(run, TOKENIZER), (30, 3, 3))
     assert train[0]["text_enc"].shape == (ENCODER,) and train[0]["text_dec"].shape == (DECODER,)
     assert all(6 <= token < 80 for index in range(30) for token in filled(train[index]))
 
 
 def test_a_tokenizer_without_sentinels_is_refused() -> None:
     with pytest.raises(ConfigError, match="--vocab-extra-ids"):
-        t5_dataset_kind(run_config(), LetterTokenizer())
+        make_t5_dataset_kind(run_config(), LetterTokenizer())

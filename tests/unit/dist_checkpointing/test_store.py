@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config.flags import ConfigError, config_to_dict
+from megatron.core.config.flags import ConfigError, config_to_flat_dict
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing import checkpoint_folders
@@ -234,7 +234,7 @@ def test_the_shape_and_the_tokenizer_come_from_the_checkpoint_and_nothing_else(t
     config = RunConfig(
         model=ModelConfig(num_layers=3, hidden_size=64, swiglu=True, hidden_dropout=0.3, padded_vocab_size=128)
     )
-    save(tmp_path, 100, **config_to_dict(config))
+    save(tmp_path, 100, **config_to_flat_dict(config))
     result = checkpoint_folders.checkpoint_model_settings(tmp_path)
     assert {name: result[name] for name in ("num_layers", "hidden_size", "swiglu", "position_embedding_type")} == {
         "num_layers": 3,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import config_from_dict
+from megatron.core.config.flags import config_from_flat_dict
 from megatron.core.config.settings.model import RequestedModel
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, checkpoint_model_settings
 from megatron.core.families import hf, hf_export
@@ -120,8 +120,8 @@ def test_a_run_begins_with_the_weights_of_a_folder_under_the_flags_that_it_gives
     hf_export.export_hf_folder(source, tmp_path / "in")
     settings = {**hf.hf_model_settings(tmp_path / "in"), "architecture": NETWORKS[network]["architecture"]}
     assert (
-        config_from_dict(RequestedModel, settings).resolve().activation_name
-        == config_from_dict(RequestedModel, NETWORKS[network]).resolve().activation_name
+        config_from_flat_dict(RequestedModel, settings).resolve().activation_name
+        == config_from_flat_dict(RequestedModel, NETWORKS[network]).resolve().activation_name
     )
     checkpoint = beginning(tmp_path / "in", settings)
     assert checkpoint.resume()

@@ -47,7 +47,7 @@ def adapter_of(model: ModelConfig, config: AdapterConfig, seed: int = 3) -> Load
     for plan in network_layer_plans(adapted):
         shapes = linear_shapes_of_layer(adapted, plan)
         for one in plan.adapters:
-            rows = shapes[one.linear].rows_of_part(one.part)
+            rows = shapes[one.linear].row_offset_and_count_of_part(one.part)
             first, second = normal(one.rank, shapes[one.linear].inputs), normal(rows[1], one.rank)
             lengths = 2 + normal(rows[1]) if config.dora else None
             linear = f"{layer_module_path(adapted, plan)}.{one.linear}"

@@ -27,7 +27,7 @@ class Texts(RuleBasedStateMachine):
     @rule(ids=TEXTS, more=st.integers(0, 8))
     def come(self, ids: list[int], more: int) -> None:
         """A text takes what is stored of its beginning, and blocks for the rest, where it was promised them if it was."""
-        shared = self.blocks.share_cached_prefix_blocks(ids)
+        shared = self.blocks.take_cached_prefix_blocks(ids)
         assert len(shared) * SIZE < len(ids), "its last token is left to be read"
         for place, block in enumerate(shared):
             assert self.stored[block] == tuple(ids[: (place + 1) * SIZE]), "a block of another text was shared"
@@ -89,17 +89,17 @@ def test_the_longest_unused_beginning_is_forgotten_first_and_its_end_before_its_
     taken = [blocks.allocate_block(), blocks.allocate_block()]  # the free one, then the second block of the first text
     assert blocks.cached == 2
     blocks.release(taken)
-    shared = blocks.share_cached_prefix_blocks(first)
-    assert len(shared) == 1 and len(blocks.share_cached_prefix_blocks(second)) == 1
+    shared = blocks.take_cached_prefix_blocks(first)
+    assert len(shared) == 1 and len(blocks.take_cached_prefix_blocks(second)) == 1
 
 
 def test_blocks_are_published_as_they_fill() -> None:
     blocks = BlockAllocator(6, SIZE)
     table, ids = [blocks.allocate_block() for _ in range(3)], [1, 2, 3, 4, 5, 6]
     content = blocks.cache_full_blocks(table, ids[:3], known=0, content=b"")
-    assert blocks.share_cached_prefix_blocks([*ids, 7]) == table[:1]
+    assert blocks.take_cached_prefix_blocks([*ids, 7]) == table[:1]
     blocks.cache_full_blocks(table, ids, known=1, content=content)
-    assert blocks.share_cached_prefix_blocks([*ids, 7]) == table
+    assert blocks.take_cached_prefix_blocks([*ids, 7]) == table
 
 
 @pytest.mark.parametrize("tokens, count", [(0, 0), (1, 1), (2, 1), (3, 2)])
@@ -111,7 +111,7 @@ def test_nothing_is_shared_when_that_is_not_wanted() -> None:
     blocks = BlockAllocator(6, SIZE, sharing=False)
     table = [blocks.allocate_block(), blocks.allocate_block()]
     blocks.cache_full_blocks(table, [1, 2, 3, 4], known=0, content=b"")
-    assert blocks.share_cached_prefix_blocks([1, 2, 3, 4, 5]) == []
+    assert blocks.take_cached_prefix_blocks([1, 2, 3, 4, 5]) == []
     blocks.release(table)
     assert (blocks.cached, blocks.available) == (0, 5)
 
@@ -134,7 +134,7 @@ def test_a_text_goes_on_behind_the_beginning_that_it_shares() -> None:
     table = [blocks.allocate_block(place) for place in run]
     blocks.cache_full_blocks(table, ids, known=0, content=b"")
     blocks.release(table, run)
-    shared = blocks.share_cached_prefix_blocks([*ids[:4], 4, 5])
+    shared = blocks.take_cached_prefix_blocks([*ids[:4], 4, 5])
     assert shared == [1, 2] and blocks.reserve_contiguous(4, shared) == range(3, 7)
     assert blocks.reserve_contiguous(5, [5]) == range(0), "somebody else was promised what lies behind"
 
@@ -152,5 +152,5 @@ def test_runs_of_free_blocks_go_before_runs_that_know_something() -> None:
     assert (
         blocks.allocate_block(2) == 2
         and blocks.cached == 3
-        and blocks.share_cached_prefix_blocks([1, 1, 2, 2, 3]) == [1]
+        and blocks.take_cached_prefix_blocks([1, 1, 2, 2, 3]) == [1]
     )

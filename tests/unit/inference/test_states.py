@@ -138,7 +138,7 @@ def test_the_bytes_of_states_are_those_of_theory_and_of_any_length(hybrid: Calla
     engine = engine_of(model, **TIGHT)
     assert engine.metrics().state_bytes == 8 * (mamba + delta) and engine.metrics().bytes_per_token == 0
     pool = engine.runner.networks[0].state_pool
-    slots = recurrent_states.num_slots_for(TIGHT["together"], 0, TIGHT["together"])
+    slots = recurrent_states.num_recurrent_state_slots(TIGHT["together"], 0, TIGHT["together"])
     held = sum(part.numel() * part.element_size() for pair in pool._states.values() for part in pair)
     assert held == slots * engine.metrics().state_bytes
 
@@ -175,7 +175,7 @@ def test_states_kept_in_a_format_are_rounded_to_it_between_steps_and_have_its_by
     first = 3 * (8 * 4 + 2 * 2 * 6) + 3 * (2 * 4 * 6 + 8 * 5)  # convolutions of both layers
     states_of = 8 * 4 * 6 + 8 * 6 * 5
     assert engine.metrics().state_bytes == first * BYTES[conv] + states_of * BYTES[scan]
-    slots = recurrent_states.num_slots_for(TIGHT["together"], 0, TIGHT["together"])
+    slots = recurrent_states.num_recurrent_state_slots(TIGHT["together"], 0, TIGHT["together"])
     held = sum(part.nbytes for pair in engine.runner.networks[0].state_pool._states.values() for part in pair)
     assert held == slots * engine.metrics().state_bytes
 

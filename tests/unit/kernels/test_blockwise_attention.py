@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels import blockwise_attention, reference
-from megatron.core.kernels.blockwise_attention import BlockAttentionOptions
+from megatron.core.kernels.blockwise_attention import BlockwiseAttentionOptions
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 
 B, N, Q, K, D = 2, 4, 5, 9, 6
@@ -50,7 +50,7 @@ def test_blocks_merge_to_the_whole(
     output, lse = torch.zeros_like(gradient), q.new_full((B, N, Q), float("-inf"))
     pieces = [slice(first, last) for first, last in zip(cut, cut[1:]) if last > first]
     made = [
-        BlockAttentionOptions(0.4, softcap, seen=None if seen is None else seen[..., piece], fused=fused)
+        BlockwiseAttentionOptions(0.4, softcap, seen=None if seen is None else seen[..., piece], fused=fused)
         for piece in pieces
     ]
     for piece, block in zip(pieces, made, strict=True):
@@ -77,7 +77,7 @@ def test_torchs_kernel_and_plain_torch_agree_on_a_causal_block(dtype: torch.dtyp
     k, v = k[:, :, :Q], v[:, :, :Q]
     results = []
     for fused in (True, False):
-        block = BlockAttentionOptions(0.4, causal=True, fused=fused)
+        block = BlockwiseAttentionOptions(0.4, causal=True, fused=fused)
         assert block.fits_cpu_flash_kernel(q) == fused
         output, lse = blockwise_attention.block_attention_forward(q, k, v, block)
         results.append(
@@ -96,10 +96,10 @@ def test_torchs_kernel_and_plain_torch_agree_on_a_causal_block(dtype: torch.dtyp
 
 def test_a_query_that_sees_nothing_has_no_weight_in_a_merge() -> None:
     q, k, v, gradient = drawn(2, 6, torch.float64)
-    nothing = BlockAttentionOptions(0.4, seen=torch.zeros((1, 1, Q, K), dtype=torch.bool))
+    nothing = BlockwiseAttentionOptions(0.4, seen=torch.zeros((1, 1, Q, K), dtype=torch.bool))
     empty, blind = blockwise_attention.block_attention_forward(q, k, v, nothing)
     assert not empty.any() and (blind == float("-inf")).all()
-    output, lse = blockwise_attention.block_attention_forward(q, k, v, BlockAttentionOptions(0.4))
+    output, lse = blockwise_attention.block_attention_forward(q, k, v, BlockwiseAttentionOptions(0.4))
     for merged in (
         blockwise_attention.merge_attention_blocks(output, lse, empty, blind),
         blockwise_attention.merge_attention_blocks(empty, blind, output, lse),

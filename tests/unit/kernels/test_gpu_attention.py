@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.kernels import blockwise_attention, chunked_attention, flex, fused, reference
-from megatron.core.kernels.blockwise_attention import BlockAttentionOptions
+from megatron.core.kernels.blockwise_attention import BlockwiseAttentionOptions
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from tests.helpers import flex_stand_in
 
@@ -107,7 +107,7 @@ def test_a_block_of_a_ring_in_which_some_queries_see_no_key_has_no_nan(softcap: 
     q, k, v = (one.detach().permute(1, 2, 0, 3) for one in heads(6))
     seen = torch.ones(1, 1, 6, 6, dtype=torch.bool)
     seen[:, :, 2:4] = False
-    block = BlockAttentionOptions(D**-0.5, softcap=softcap, seen=seen)
+    block = BlockwiseAttentionOptions(D**-0.5, softcap=softcap, seen=seen)
     output, lse = blockwise_attention.block_attention_forward(q, k, v, block)
     found = blockwise_attention.block_attention_backward(torch.ones_like(output), q, k, v, output, lse, block)
     assert all(bool(one.isfinite().all()) for one in (output, *found))

@@ -19,9 +19,9 @@ from megatron.core.kernels import flex, fused, packed_document_starts, reference
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.kernels.packed_document_starts import (
     PackedDocumentStarts,
-    cache_packed_document_starts,
     cached_packed_document_starts,
     document_starts_from_ids,
+    memoize_packed_document_starts,
 )
 from megatron.core.kernels.startup_check import select_kernels_with_trials
 from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
@@ -153,7 +153,7 @@ def test_a_batch_counts_its_documents_on_the_host_and_masks_find_them(monkeypatc
 
 def test_starts_are_forgotten_with_the_batch() -> None:
     there = DOCUMENTS.clone()
-    cache_packed_document_starts(there, DOCUMENTS.numpy())
+    memoize_packed_document_starts(there, DOCUMENTS.numpy())
     before = len(packed_document_starts._packed_document_starts_cache())
     del there
     assert len(packed_document_starts._packed_document_starts_cache()) < before

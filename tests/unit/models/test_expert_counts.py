@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.flags import config_from_dict
+from megatron.core.config.flags import config_from_flat_dict
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun
@@ -98,7 +98,7 @@ def published(**values: Any) -> ModelConfig:
         "seq_length": 4096,
         "micro_batch_size": 1,
     }
-    return config_from_dict(RequestedRun, {**base, **values}).resolve(1).model
+    return config_from_flat_dict(RequestedRun, {**base, **values}).resolve(1).model
 
 
 def test_published_sizes_are_met() -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.parallel.recompute import recompute, recompute_intermediate, recompute_intermediates
+from megatron.core.parallel.recompute import recompute, run_recomputing_intermediate, run_recomputing_intermediates
 from megatron.core.parallel.rng import RandomStreams
 
 
@@ -100,7 +100,7 @@ def test_a_dropped_output_is_computed_again_and_changes_no_gradient(shape: tuple
 
     plain = gradients(lambda a: linear(first(a)), both, x)
     assert len(calls) == 1
-    dropped = gradients(lambda a: recompute_intermediate(first, linear, a)[0], both, x)
+    dropped = gradients(lambda a: run_recomputing_intermediate(first, linear, a)[0], both, x)
     assert len(calls) == 3, "once forward, once more backward"
     assert all(torch.equal(a, b) for a, b in zip(plain, dropped, strict=True))
 
@@ -110,7 +110,7 @@ def test_the_dropped_output_is_handed_back_and_still_takes_gradients() -> None:
     both, x = nn.ModuleList((norm, linear)), torch.randn(4, 6).double()
 
     def with_residual(a: Tensor) -> Tensor:
-        out, middle = recompute_intermediate(norm, linear, a)
+        out, middle = run_recomputing_intermediate(norm, linear, a)
         return out + middle
 
     plain = gradients(lambda a: linear(norm(a)) + norm(a), both, x)
@@ -131,7 +131,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def test_what_is_made_again_for_the_backward_pass_gives_the_same_gradients() -> None:
     module, x = block(), torch.randn(4, 6).double()
     plain = gradients(lambda a: product(*heads_of(module, a)), module, x)
-    again = gradients(lambda a: recompute_intermediates(lambda one: heads_of(module, one), product, a), module, x)
+    again = gradients(lambda a: run_recomputing_intermediates(lambda one: heads_of(module, one), product, a), module, x)
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
@@ -143,7 +143,7 @@ def test_what_can_be_made_again_is_not_kept() -> None:
         return (x * factor[0], x + factor[0])
 
     x = torch.tensor([2.0], requires_grad=True)
-    result = recompute_intermediates(make, lambda a, b: a * b, x)
+    result = run_recomputing_intermediates(make, lambda a, b: a * b, x)
     factor[0] = 3.0  # what was kept would not know
     result.backward()
     assert calls == [1.0, 3.0], "made again once for both"
@@ -153,5 +153,5 @@ def test_what_can_be_made_again_is_not_kept() -> None:
 def test_nothing_is_made_again_when_nothing_is_to_be_trained() -> None:
     calls = []
     with torch.no_grad():
-        recompute_intermediates(lambda x: calls.append(1) or (x,), torch.exp, torch.ones(2))
+        run_recomputing_intermediates(lambda x: calls.append(1) or (x,), torch.exp, torch.ones(2))
     assert calls == [1]

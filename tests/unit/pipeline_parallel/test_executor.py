@@ -101,7 +101,7 @@ class TinyWork:
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
         self.events.append(("B", stage, last))
 
-    def reduce_gradients(self, stage: int) -> None:
+    def start_gradient_reduction(self, stage: int) -> None:
         self.events.append(("R", stage, self.weights[stage].grad is not None))
 
 

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.checkpoint_folders import iteration_of_bes
 from megatron.preference.arguments import parse_preference_args
 from megatron.preference.data import (
     ReferenceScoredBatches,
-    finetune_dataset_kind,
+    make_finetune_dataset_kind,
     preference_data_provider,
     with_epoch_iterations,
 )
@@ -58,7 +58,7 @@ class FinetunedHere(RanksHere):
         args, preference = parse_preference_args(command[2:], world_size=1, speaks=True)
         logging.getLogger("megatron").handlers.clear()
         started = initialize_megatron(args)
-        kind = finetune_dataset_kind(started, preference)
+        kind = make_finetune_dataset_kind(started, preference)
         pretrain(
             with_epoch_iterations(started, preference, kind),
             datasets_provider,

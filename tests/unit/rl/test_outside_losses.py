@@ -14,7 +14,7 @@ import torch
 from megatron.core.parallel.mesh import Mesh
 from megatron.rl.advantages import answer_advantages as advantages_of
 from megatron.rl.algorithms import ALGORITHMS
-from megatron.rl.policy_step import PolicyLoss
+from megatron.rl.policy_step import PolicyLossFunction
 from megatron.rl.rollout_batches import TrainingRollout, build_training_rows
 from megatron.rl.rollouts import Rollout
 from megatron.training.data.batch import Batch
@@ -65,7 +65,7 @@ def ours(given: dict[str, torch.Tensor], algorithm: str, **changes: Any) -> tupl
     )
     logprobs = given["logprobs"].clone().requires_grad_()
     placed = torch.nn.functional.pad(logprobs, (PROMPT - 1, 12 - LIMIT - PROMPT + 1))
-    loss = PolicyLoss(rl, Mesh.single_process().cp, has_old=True, has_reference=rl.grpo_kl_beta != 0)
+    loss = PolicyLossFunction(rl, Mesh.single_process().cp, has_old=True, has_reference=rl.grpo_kl_beta != 0)
     batch = Batch.from_arrays({name: np.asarray(rows[name]) for name in rows}, torch.device("cpu"), positions=False)
     total, count, _ = loss(-placed, batch)
     assert float(count) == sum(LENGTHS)

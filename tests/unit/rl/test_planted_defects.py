@@ -21,7 +21,7 @@ from megatron.rl import advantages as advantages_module
 from megatron.rl import losses as losses_module
 from megatron.rl import policy_data, rollout_batches, rollouts
 from megatron.rl.environments.base import Environment
-from megatron.rl.policy_step import PolicyLoss
+from megatron.rl.policy_step import PolicyLossFunction
 from megatron.rl.rollout_queue import RolloutQueue
 from megatron.training.evaluate import evaluation_mode
 from megatron.training.step import train_step
@@ -175,7 +175,10 @@ DEFECTS: dict[str, tuple[Patch, bool]] = {
     "masks shifted by one": ((rollout_batches, "build_training_rows", _shifted_masks), False),
     "the end token untrained": ((rollouts, "_play_one_rollout", _without_the_end(None)), False),
     "truncated answers rewarded": ((rollouts, "_play_one_rollout", _reward_of_a_cut), False),
-    "old log-probabilities taken after the first update": ((PolicyLoss, "_importance_ratio", _ratio_of_now), True),
+    "old log-probabilities taken after the first update": (
+        (PolicyLossFunction, "_importance_ratio", _ratio_of_now),
+        True,
+    ),
     "a deviation of zero divides to infinity": ((advantages_module, "STD_EPSILON", 0.0), False),
     "a group split over prompts": ((RolloutQueue, "_make_task", _split_groups), False),
     "every token weighs the same": (

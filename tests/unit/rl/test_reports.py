@@ -18,10 +18,10 @@ from megatron.rl.environments.base import Conversation, Environment, Problem
 from megatron.rl.environments.config import EnvironmentWithWeight
 from megatron.rl.held_out_evaluation import held_out_problem_scores, held_out_scores_text, pass_at_k, powers_of_two
 from megatron.rl.planned_memory import (
+    fullest_rank_min_memory_by_part,
     generation_memory,
-    lower_bound_of_rank_memory,
     memory_beside_policy,
-    rank_roles_and_memory_lines,
+    train_and_generation_rank_lines,
 )
 from megatron.rl.rollout_sample_files import RolloutSampleFiles, read_rollout_samples
 from megatron.rl.rollouts import Rollout, RolloutLimits
@@ -181,15 +181,15 @@ def test_ranks_of_their_own_have_their_own_memory() -> None:
     length = config.train.seq_length
     generating = {"network that generates": held, "keys and values": 8 * length * 2 * 4 * 32 * 8}
     assert generation_memory(rl, config, 1) == generating, "16 rollouts of a round over 2 replicas"
-    assert lower_bound_of_rank_memory(rl, config, 1).keys() == {"policy in training", "reference"}
+    assert fullest_rank_min_memory_by_part(rl, config, 1).keys() == {"policy in training", "reference"}
     large = dataclasses.replace(rl, grpo_prompts_per_step=4000)
-    assert lower_bound_of_rank_memory(large, config, 1).keys() == generating.keys()
+    assert fullest_rank_min_memory_by_part(large, config, 1).keys() == generating.keys()
 
 
 def test_the_plan_of_ranks_says_who_holds_what_and_where() -> None:
     trainer, _ = trainer_of(RL)
     rl = dataclasses.replace(RL, rl_generation_ranks=3, rl_reference="x", grpo_kl_beta=1.0)
-    title, training, generation = rank_roles_and_memory_lines(rl, trainer.run.config, 1, ["a", "a", "b", "b"])
+    title, training, generation = train_and_generation_rank_lines(rl, trainer.run.config, 1, ["a", "a", "b", "b"])
     assert "who holds what" in title
     assert "rank 0 on a (data 1): policy in training" in training and ", reference" in training
     assert "ranks 1 on a, 2 to 3 on b (data 3): network that generates" in generation
@@ -215,10 +215,14 @@ def test_generation_and_training_need_memory_at_different_times() -> None:
     parameters = sum(param.numel() for param in trainer.stages[0].parameters())
     beside = memory_beside_policy(rl, config, 1)
     assert beside["keys and values"] == 16 * 64 * 2 * 4 * 32 * 8, "16 texts, 4 layers, hidden size 32, 8 bytes"
-    parts = lower_bound_of_rank_memory(rl, config, 1)
+    parts = fullest_rank_min_memory_by_part(rl, config, 1)
     assert parts.keys() == {"policy while it generates", "copy that generates", "keys and values"}
-    off = lower_bound_of_rank_memory(dataclasses.replace(rl, rl_offload_optimizer_during_inference=True), config, 1)
+    off = fullest_rank_min_memory_by_part(
+        dataclasses.replace(rl, rl_offload_optimizer_during_inference=True), config, 1
+    )
     assert off.get("policy while it generates", 8 * parameters) == 8 * parameters < parts["policy while it generates"]
-    short = lower_bound_of_rank_memory(dataclasses.replace(rl, grpo_prompts_per_step=1, grpo_group_size=1), config, 1)
+    short = fullest_rank_min_memory_by_part(
+        dataclasses.replace(rl, grpo_prompts_per_step=1, grpo_group_size=1), config, 1
+    )
     assert short.keys() == {"policy in training", "copy that generates"}
     assert short["policy in training"] > parts["policy while it generates"]

@@ -14,7 +14,14 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from megatron.core.config.flags import ConfigError, config_from_namespace, config_to_dict, flag, flag_fields, flag_name
+from megatron.core.config.flags import (
+    ConfigError,
+    config_from_namespace,
+    config_to_flat_dict,
+    flag,
+    flag_fields,
+    flag_name,
+)
 from megatron.core.config.settings.run import RequestedRun
 from megatron.core.dist_checkpointing import checkpoint_folders
 from megatron.training.cli.arguments import (
@@ -109,7 +116,7 @@ def test_a_namespace_becomes_the_config_it_came_from() -> None:
         and config.train.rampup_batch_size == (2, 2, 8)
         and config.train.iterations_to_skip == (3,)
     )
-    again = config_from_namespace(RequestedRun, argparse.Namespace(**config_to_dict(config)))
+    again = config_from_namespace(RequestedRun, argparse.Namespace(**config_to_flat_dict(config)))
     assert again == config
 
 

@@ -18,7 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.data.batch import Batch, masked_loss_sum
 from megatron.training.data.sample_order import stages_read_data
-from megatron.training.loader import microbatches_of_split
+from megatron.training.loader import iterate_split_microbatches
 from tests.helpers import tiny
 
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ def test_layers_are_told_positions_and_documents_when_the_settings_ask(
         test_samples=0,
         tokenizer=run.tokenizer,
     )
-    batch = next(microbatches_of_split(run, train, consumed_samples=0, reads=True))
+    batch = next(iterate_split_microbatches(run, train, consumed_samples=0, reads=True))
     assert (batch.positions is not None, batch.documents is not None) == (told, apart)
     middle = stage_specs_of_run(tiny.config(4, pipeline_model_parallel_size=4, **changes))[1]
     assert stages_read_data(run.config, [middle]) == (told or apart), (

@@ -54,7 +54,7 @@ def test_layers_of_a_kind_are_one_graph_without_breaks_and_train_to_the_same_wei
     eager = train_alone({**changes, "compile": False}, 3)
     with caplog.at_level(logging.INFO, logger="tiny"):
         trainer, compiler = compiled(save=str(tmp_path), **changes)
-        with compiler.watch_step(1):
+        with compiler.log_new_graphs_of_step(1):
             losses, norms = train_on(trainer, 2)
     # One graph for the layer that is recomputed, whose first pass has no gradient, and one for both others.
     assert said(caplog)[0] == "compile by aot_eager: 3 layers whole"
@@ -143,7 +143,7 @@ def test_graphs_of_scans_do_not_grow_with_the_length() -> None:
     for length in (1024, 2048):
         sizes = {"seq_length": length, "max_position_embeddings": length, "global_batch_size": 1}
         trainer, compiler = compiled(**{**MODELS["hybrid-packed"], **TRACED, **sizes})
-        with compiler.watch_step(1):
+        with compiler.log_new_graphs_of_step(1):
             before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             train_on(trainer, 1)
             counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
@@ -237,7 +237,7 @@ def test_graph_breaks_are_counted_with_their_reason_and_later_graphs_are_warned_
         for iteration, (size, dtype) in enumerate(
             ((2, torch.float32),) * 2 + ((3, torch.float32), (4, torch.float32), (4, torch.float64)), start=1
         ):
-            with compiler.watch_step(iteration):
+            with compiler.log_new_graphs_of_step(iteration):
                 broken(torch.ones(size, dtype=dtype))
     _, first, reason, *warnings = said(caplog)
     assert ", 1 graph break; first step" in first and reason.startswith("  1 x ") and "a word to the host" in reason

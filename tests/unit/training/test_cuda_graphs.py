@@ -39,7 +39,7 @@ def recorded(**changes: Any) -> tuple[Trainer, LayerGraphCapturer]:
 def train(trainer: Trainer, recordings: LayerGraphCapturer, steps: int) -> tuple[list[float], list[float]]:
     losses, norms = [], []
     for _ in range(steps):
-        with recordings.watch_step(trainer.progress.iteration + 1):
+        with recordings.log_new_graphs_of_step(trainer.progress.iteration + 1):
             found = train_on(trainer, 1)
         losses += found[0]
         norms += found[1]
@@ -208,7 +208,7 @@ def test_a_recording_waits_for_the_weights_that_are_gathered_beside_it() -> None
     start = parallel.start_gather
     parallel.start_gather = lambda: (left.append(len(parallel._gathering)), start())
     for iteration in range(1, 4):
-        with recordings.watch_step(iteration):
+        with recordings.log_new_graphs_of_step(iteration):
             train_step(trainer, tiny.short_run_batches(trainer.run, iteration))
     assert left == [0, 0, 0] and len(parallel._gathering) > 2, (
         "all that was under way was waited for, by recorded layers too"

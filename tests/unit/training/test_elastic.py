@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import config_from_dict
+from megatron.core.config.flags import config_from_flat_dict
 from megatron.core.config.settings.run import RunConfig
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.cli.preflight import fit_elastic_layout, resolve_and_examine
@@ -30,7 +30,7 @@ ELASTIC: dict[str, Any] = {**tiny.BASE, "elastic": True, "save": "s", "load": "s
 
 
 def given(**changes: Any) -> RunConfig:
-    return config_from_dict(RunConfig, {**ELASTIC, **changes})
+    return config_from_flat_dict(RunConfig, {**ELASTIC, **changes})
 
 
 TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}

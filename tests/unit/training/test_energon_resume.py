@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron.core.datasets.blend import build_split_datasets
-from megatron.core.datasets.multimodal import image_chat_dataset_kind
-from megatron.training.loader import microbatches_of_split
+from megatron.core.datasets.multimodal import make_image_chat_dataset_kind
+from megatron.training.loader import iterate_split_microbatches
 from tests.unit.datasets.test_energon import blend, captions, folder
 from tests.unit.datasets.test_multimodal import SETTINGS, TOKENIZER
 from tests.unit.training.test_loader import run_of
@@ -35,9 +35,9 @@ def read(settings: dict[str, Any], *, ranks: int, workers: int, consumed: int, s
     for rank in range(ranks):
         run = run_of(rank=rank, ranks=ranks, **settings, num_workers=workers)
         data, _, _ = build_split_datasets(
-            run.config.data, image_chat_dataset_kind(run.config, TOKENIZER), (SAMPLES, 0, 0)
+            run.config.data, make_image_chat_dataset_kind(run.config, TOKENIZER), (SAMPLES, 0, 0)
         )
-        batches = microbatches_of_split(run, data, consumed_samples=consumed, reads=True)
+        batches = iterate_split_microbatches(run, data, consumed_samples=consumed, reads=True)
         each = GLOBAL // (MICRO * ranks)
         for number, batch in enumerate(islice(batches, each * len(steps))):
             assert batch.images is not None

@@ -17,7 +17,7 @@ from megatron.core.config.settings.run import TrainConfig
 from megatron.core.dist_checkpointing import checkpoint_folders
 from megatron.training.health import exit_conditions
 from megatron.training.health.exit_conditions import ExitConditions, InterruptHandler
-from megatron.training.run import ReceivedTerminationSignal
+from megatron.training.run import TerminationSignalState
 from tests.helpers.programme import TINY
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,7 +36,7 @@ def test_the_second_interrupt_counts_only_when_it_is_not_the_first_passed_on(mon
     monkeypatch.setattr(exit_conditions, "_ONCE", 3600.0)
     first, last, ended = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(exit_conditions.os, "_exit", lambda code: ended.set() if code == 130 else None)
-    before, ending = signal.getsignal(signal.SIGINT), ReceivedTerminationSignal()
+    before, ending = signal.getsignal(signal.SIGINT), TerminationSignalState()
     with ExitConditions(
         TrainConfig(), ending=ending, interrupts=InterruptHandler(ending, first=first.set, last=last.set)
     ) as watch:

@@ -24,10 +24,15 @@ from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.samplers import collate, microbatch_digest
 from megatron.core.parallel.mesh import Axis
-from megatron.training.data.batch import Batch, next_batch_or_data_error
+from megatron.training.data.batch import Batch, require_next_batch
 from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.data.sample_order import samples_needed, stages_read_data
-from megatron.training.loader import build_split_batches, microbatches_of_split, pin_arrays, single_pass_microbatches
+from megatron.training.loader import (
+    build_split_batches,
+    iterate_split_microbatches,
+    pin_arrays,
+    single_pass_microbatches,
+)
 from megatron.training.run import RunContext
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
@@ -79,7 +84,11 @@ def rows(batches: Iterator[Batch], count: int | None = None) -> list[list[int]]:
 @pytest.mark.parametrize("consumed", [0, 12])
 def test_data_parallel_ranks_share_out_the_samples_in_their_order(ranks: int, consumed: int) -> None:
     found = [
-        rows(microbatches_of_split(run_of(rank=rank, ranks=ranks), Numbers(37), consumed_samples=consumed, reads=True))
+        rows(
+            iterate_split_microbatches(
+                run_of(rank=rank, ranks=ranks), Numbers(37), consumed_samples=consumed, reads=True
+            )
+        )
         for rank in range(ranks)
     ]
     # A block is one microbatch on every rank: rank r has its r-th pair. What is less than a block is dropped.
@@ -99,7 +108,7 @@ def test_a_global_batch_holds_the_same_samples_for_any_number_of_ranks() -> None
                     number
                     for rank in range(ranks)
                     for row in rows(
-                        microbatches_of_split(
+                        iterate_split_microbatches(
                             run_of(rank=rank, ranks=ranks), Numbers(48), consumed_samples=start, reads=True
                         ),
                         per_rank,
@@ -116,10 +125,16 @@ def test_a_global_batch_holds_the_same_samples_for_any_number_of_ranks() -> None
 def test_reading_threads_give_what_reading_in_the_loop_gives(kind: str) -> None:
     by_hand, threaded = Numbers(40), Numbers(40)
     expected = rows(
-        microbatches_of_split(run_of(dataloader_type=kind, num_workers=0), by_hand, consumed_samples=4, reads=True), 17
+        iterate_split_microbatches(
+            run_of(dataloader_type=kind, num_workers=0), by_hand, consumed_samples=4, reads=True
+        ),
+        17,
     )
     found = rows(
-        microbatches_of_split(run_of(dataloader_type=kind, num_workers=3), threaded, consumed_samples=4, reads=True), 17
+        iterate_split_microbatches(
+            run_of(dataloader_type=kind, num_workers=3), threaded, consumed_samples=4, reads=True
+        ),
+        17,
     )
     assert found == expected and len(found) == 17
     assert by_hand.readers == {threading.current_thread().name}
@@ -128,19 +143,19 @@ def test_reading_threads_give_what_reading_in_the_loop_gives(kind: str) -> None:
 
 def test_cyclic_reading_goes_on_in_a_new_order() -> None:
     batches = rows(
-        microbatches_of_split(run_of(dataloader_type="cyclic"), Numbers(8), consumed_samples=0, reads=True), 8
+        iterate_split_microbatches(run_of(dataloader_type="cyclic"), Numbers(8), consumed_samples=0, reads=True), 8
     )
     first, second = ([number for row in part for number in row] for part in (batches[:4], batches[4:]))
     assert sorted(first) == sorted(second) == list(range(8)) and first != second
     again = rows(
-        microbatches_of_split(run_of(dataloader_type="cyclic"), Numbers(8), consumed_samples=10, reads=True), 3
+        iterate_split_microbatches(run_of(dataloader_type="cyclic"), Numbers(8), consumed_samples=10, reads=True), 3
     )
     assert again == batches[5:], "a resumed run does not go on where it was"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sample_that_cannot_be_read_fails_when_its_turn_comes(workers: int) -> None:
-    batches = microbatches_of_split(
+    batches = iterate_split_microbatches(
         run_of(num_workers=workers), Numbers(40, fails_at=5), consumed_samples=0, reads=True
     )
     assert rows(batches, 2) == [[0, 1], [2, 3]]
@@ -156,7 +171,7 @@ def test_reading_ahead_is_bounded() -> None:
             asked.append(index)
             return super().__getitem__(index)
 
-    batches = microbatches_of_split(run_of(num_workers=2), Counted(10_000), consumed_samples=0, reads=True)
+    batches = iterate_split_microbatches(run_of(num_workers=2), Counted(10_000), consumed_samples=0, reads=True)
     next(batches)
     time.sleep(0.2)
     assert max(asked) < 2 * 2 * 4, "threads read far ahead of the training"
@@ -164,9 +179,11 @@ def test_reading_ahead_is_bounded() -> None:
 
 
 def test_a_batch_carries_positions_and_documents_only_where_they_matter() -> None:
-    plain = next(microbatches_of_split(run_of(), Numbers(4), consumed_samples=0, reads=True))
+    plain = next(iterate_split_microbatches(run_of(), Numbers(4), consumed_samples=0, reads=True))
     assert plain.positions is None
-    packed = next(microbatches_of_split(run_of(reset_position_ids=True), Numbers(4), consumed_samples=0, reads=True))
+    packed = next(
+        iterate_split_microbatches(run_of(reset_position_ids=True), Numbers(4), consumed_samples=0, reads=True)
+    )
     assert torch.equal(packed.positions, torch.arange(LENGTH).expand(2, -1))
     assert torch.equal(packed.documents, torch.tensor([[0] * LENGTH, [1] * LENGTH]))
     assert torch.equal(packed.labels, packed.tokens + 1) and packed.loss_mask.dtype == torch.float32
@@ -174,7 +191,7 @@ def test_a_batch_carries_positions_and_documents_only_where_they_matter() -> Non
 
 def test_a_stage_that_needs_no_text_reads_nothing() -> None:
     data = Numbers(4)
-    batches = microbatches_of_split(run_of(), data, consumed_samples=0, reads=False)
+    batches = iterate_split_microbatches(run_of(), data, consumed_samples=0, reads=False)
     assert [next(batches) for _ in range(5)] == [Batch()] * 5 and not data.readers
 
 
@@ -241,7 +258,7 @@ def test_a_run_that_only_evaluates_needs_no_training_samples() -> None:
 
 def test_taking_from_data_that_is_over_names_the_matter() -> None:
     with pytest.raises(DataError, match="the data ended before the run did"):
-        next_batch_or_data_error(iter(()))
+        require_next_batch(iter(()))
 
 
 class Broken(Numbers):
@@ -253,7 +270,7 @@ class Broken(Numbers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_in_a_reading_thread_comes_with_the_sample_and_its_traceback(workers: int) -> None:
-    batches = microbatches_of_split(run_of(num_workers=workers), Broken(40), consumed_samples=0, reads=True)
+    batches = iterate_split_microbatches(run_of(num_workers=workers), Broken(40), consumed_samples=0, reads=True)
     assert rows(batches, 2) == [[0, 1], [2, 3]]
     with pytest.raises(RuntimeError, match="sample 5 cannot be read: KeyError: 'no such key'") as error:
         next(batches)
@@ -268,12 +285,12 @@ def data_threads() -> int:
 
 def test_threads_end_when_the_data_is_closed_or_breaks() -> None:
     before = data_threads()
-    batches = microbatches_of_split(run_of(num_workers=3), Numbers(1000), consumed_samples=0, reads=True)
+    batches = iterate_split_microbatches(run_of(num_workers=3), Numbers(1000), consumed_samples=0, reads=True)
     next(batches)
     assert data_threads() > before
     batches.close()
     assert data_threads() == before
-    broken = microbatches_of_split(run_of(num_workers=3), Broken(1000), consumed_samples=0, reads=True)
+    broken = iterate_split_microbatches(run_of(num_workers=3), Broken(1000), consumed_samples=0, reads=True)
     with pytest.raises(RuntimeError):
         list(broken)
     assert data_threads() == before
@@ -353,9 +370,9 @@ class Stream:
 
 def test_samples_from_outside_are_taken_as_they_come() -> None:
     run = run_of(dataloader_type="external")
-    batches = microbatches_of_split(run, Stream(100, 105), consumed_samples=4, reads=True)
+    batches = iterate_split_microbatches(run, Stream(100, 105), consumed_samples=4, reads=True)
     assert rows(batches) == [[100, 101], [102, 103]]
-    endless = microbatches_of_split(run, (Numbers(10**6)[k] for k in count()), consumed_samples=0, reads=True)
+    endless = iterate_split_microbatches(run, (Numbers(10**6)[k] for k in count()), consumed_samples=0, reads=True)
     assert rows(endless, 2) == [[0, 1], [2, 3]]
 
 
@@ -371,7 +388,7 @@ def test_numbered_samples_are_refused_where_an_iterable_is_announced() -> None:
 def test_a_log_has_what_was_taken_and_not_what_was_read_ahead(tmp_path: Path) -> None:
     run = run_of(rank=1, ranks=2, log_samples=str(tmp_path / "log"), num_workers=2)
     data = Numbers(100)
-    batches = microbatches_of_split(run, data, consumed_samples=12, reads=True)
+    batches = iterate_split_microbatches(run, data, consumed_samples=12, reads=True)
     for iteration, taken in ((3, 2), (4, 1)):
         run.progress.iteration = iteration - 1
         rows(batches, taken)
@@ -392,7 +409,7 @@ def test_a_log_has_what_was_taken_and_not_what_was_read_ahead(tmp_path: Path) ->
 
 def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    batches = microbatches_of_split(
+    batches = iterate_split_microbatches(
         run_of(log_samples=str(tmp_path / "file")), Numbers(9), consumed_samples=0, reads=True
     )
     with pytest.raises(ConfigError, match="--log-samples .* cannot be written"):

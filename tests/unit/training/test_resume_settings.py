@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError, config_from_dict, config_to_dict, field_resume_roles
+from megatron.core.config.flags import ConfigError, config_from_flat_dict, config_to_flat_dict, field_resume_roles
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.network import network_fields, network_setting_differences
 from megatron.core.config.settings.run import RequestedRun, RunConfig
@@ -95,7 +95,7 @@ def test_kernels_and_layouts_of_a_checkpoint_are_no_part_of_its_network() -> Non
 
 def test_of_a_setting_that_an_older_checkpoint_does_not_know_the_default_holds() -> None:
     config = resolved({"attention_logit_softcap": 5.0})
-    saved = {name: value for name, value in config_to_dict(config).items() if name != "attention_logit_softcap"}
+    saved = {name: value for name, value in config_to_flat_dict(config).items() if name != "attention_logit_softcap"}
     assert compare_checkpoint_settings(saved, config, weights_only=False).network == (
         "--attention-logit-softcap: not given in the checkpoint, 5.0 in this run",
     )
@@ -110,7 +110,8 @@ def test_what_megatron_does_not_know_is_off_in_its_checkpoints(tmp_path: Path) -
 
     def resumed(**changes: Any) -> None:
         config = tiny.with_vocabulary(
-            config_from_dict(RequestedRun, {**tiny.BASE, **settings, "load": str(place), **changes}).resolve(1), rows
+            config_from_flat_dict(RequestedRun, {**tiny.BASE, **settings, "load": str(place), **changes}).resolve(1),
+            rows,
         )
         wanted = find_requested_checkpoint(config)
         assert wanted is not None
@@ -137,7 +138,7 @@ def test_what_megatron_does_not_know_is_off_in_its_checkpoints(tmp_path: Path) -
     ids=["yarn", "window", "groups", "moved data"],
 )
 def test_two_ways_to_say_one_thing_are_no_difference(saved: Changes, mine: Changes) -> None:
-    found = compare_checkpoint_settings(config_to_dict(resolved(saved)), resolved(mine), weights_only=False)
+    found = compare_checkpoint_settings(config_to_flat_dict(resolved(saved)), resolved(mine), weights_only=False)
     assert not found.network and not found.data, found
 
 

@@ -18,7 +18,7 @@ from megatron.training.health.watchdog import HangDetector, RankLostError, RankS
 from megatron.training.launch.launch_info import LaunchInfo
 from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore, missing_launcher_store_warning
 from megatron.training.report.run_log import RunLog, read_run_log_events
-from megatron.training.run import ReceivedTerminationSignal
+from megatron.training.run import TerminationSignalState
 from tests.helpers import tiny
 
 
@@ -124,7 +124,7 @@ def test_a_rank_that_lost_another_and_was_told_to_end_needs_no_patience(signal: 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     place = LaunchInfo(0, 0, 2, f"127.0.0.1:{store.port}", "")
     RendezvousStore.connect(place).write_if_absent(FIRST_FAILURE, "rank 1 is gone")
-    run = replace(tiny.run_of(tiny.config(hang_timeout_minutes=0.0)), ending=ReceivedTerminationSignal(signal))
+    run = replace(tiny.run_of(tiny.config(hang_timeout_minutes=0.0)), ending=TerminationSignalState(signal))
     with pytest.raises(Exception) as caught, HangDetector(run, place):
         raise RuntimeError("Connection closed by peer")
     assert caught.type is raised and signal in str(caught.value)

@@ -9,7 +9,7 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Action, pipeline_training_plan, with_reduction_actions
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import parse_training_command
-from megatron.trust.flags.repair import RequestedSetup
+from megatron.trust.flags.repair import RunSetup
 from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
 from megatron.trust.plan.hardware import Hardware, NetworkLink
 from megatron.trust.simulate.trace import DryRunResult, MemoryByKind, StepEvent, Trace
@@ -35,7 +35,7 @@ PLAIN = Hardware(
 )
 
 
-def setting_of(flags: str = "", ranks: int = 1) -> RequestedSetup:
+def setting_of(flags: str = "", ranks: int = 1) -> RunSetup:
     """A setting of the small network with more flags."""
     command = parse_training_command(f"{FLAGS} {flags}".split(), ranks=ranks)
     assert command.setting is not None and not command.unread, command.unread

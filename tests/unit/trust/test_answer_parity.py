@@ -11,7 +11,7 @@ from megatron.preference import data as data_module
 from megatron.preference.settings import PreferenceConfig
 from megatron.tools.check_parity import parse_arguments, proxy_config_of_command
 from megatron.trust.parity.proxy_config import ProxyConfig
-from megatron.trust.parity.serial_comparison import LayoutParityResult, compare_short_runs_with_serial
+from megatron.trust.parity.serial_comparison import LayoutParityResult, compare_recorded_runs_to_serial
 from megatron.trust.parity.short_run import (
     STEPS,
     run_short_training,
@@ -51,7 +51,7 @@ def small(task: str, layout: str) -> ProxyConfig:
 def checked(world: Worlds, one: ProxyConfig, function: Any = run_short_training_pickled) -> LayoutParityResult:
     """What is said of it. function: what ranks run."""
     ranks = world(one.world_size).run(function, one.config, STEPS, one.finetuning)
-    return compare_short_runs_with_serial(
+    return compare_recorded_runs_to_serial(
         run_short_training(one.serial_config, STEPS, one.finetuning),
         [unpickle_short_run_result(rank) for rank in ranks],
     )

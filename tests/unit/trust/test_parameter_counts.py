@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.core.config.flags import config_from_dict
+from megatron.core.config.flags import config_from_flat_dict
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.models.gpt import GPTModel
@@ -19,7 +19,7 @@ from megatron.core.parallel.grid import axis_rank_groups
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags import layout_build_check as built
 from megatron.trust.flags.layout_build_check import check_layout_parameters, mesh_without_groups
-from megatron.trust.flags.repair import RequestedSetup, smallest_repair
+from megatron.trust.flags.repair import RunSetup, smallest_repair
 
 BASE: dict[str, Any] = {
     "num_layers": 4,
@@ -143,7 +143,7 @@ FEW = {"deadline": None, "derandomize": True, "suppress_health_check": list(Heal
 @given(case=CONFIGS)
 def accepted(found: list[tuple[dict[str, Any], int]], case: tuple[dict[str, Any], int]) -> None:
     """Collect what the rules accept, once each. On the way: no rule fails, whatever it is asked."""
-    if case not in found and not resolve_and_examine(config_from_dict(RequestedRun, case[0]), case[1])[1]:
+    if case not in found and not resolve_and_examine(config_from_flat_dict(RequestedRun, case[0]), case[1])[1]:
         found.append(case)
 
 
@@ -168,7 +168,7 @@ def test_what_the_rules_accept_builds_on_every_rank_with_the_exact_parameter_cou
     ):
         assert any((values.get(feature) or 1) > 1 for values, _ in found), f"none with {feature}"
     for values, ranks in found:
-        config = config_from_dict(RequestedRun, values).resolve(ranks)
+        config = config_from_flat_dict(RequestedRun, values).resolve(ranks)
         answer = check_layout_parameters(config, ranks, true_vocab_size=VOCABULARY)
         wanted = config.model.num_layers if config.model.architecture != "t5" else 2 * config.model.num_layers
         assert answer.problems == () and answer.layers == wanted, (ranks, values, answer)
@@ -177,7 +177,7 @@ def test_what_the_rules_accept_builds_on_every_rank_with_the_exact_parameter_cou
 @settings(max_examples=25, **FEW)
 @given(case=CONFIGS)
 def test_changes_to_a_random_configuration_keep_every_rule(case: tuple[dict[str, Any], int]) -> None:
-    start = RequestedSetup(config_from_dict(RequestedRun, case[0]), case[1])
+    start = RunSetup(config_from_flat_dict(RequestedRun, case[0]), case[1])
     answer = smallest_repair(start, tries=600)
     if answer.edits is not None:
         after = start.with_values({edit.name: edit.after for edit in answer.edits})
@@ -186,7 +186,7 @@ def test_changes_to_a_random_configuration_keep_every_rule(case: tuple[dict[str,
 
 
 def config_of(ranks: int = 4, **changes: Any) -> RunConfig:
-    config = config_from_dict(RequestedRun, {**BASE, **changes}).resolve(ranks)
+    config = config_from_flat_dict(RequestedRun, {**BASE, **changes}).resolve(ranks)
     assert not list(broken_rules(config, ranks))
     return config
 
@@ -219,10 +219,10 @@ def test_a_parameter_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_elements_that_no_rank_holds_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = built._meshes_with_distinct_parameters
+    whole = built._representative_rank_meshes
     monkeypatch.setattr(
         built,
-        "_meshes_with_distinct_parameters",
+        "_representative_rank_meshes",
         lambda *arguments: [place for place in whole(*arguments) if place.tp.rank == 0],
     )
     said = check_layout_parameters(config_of(tensor_model_parallel_size=2), 4, true_vocab_size=VOCABULARY).problems

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.sharded_state import ShardedTensor
 from megatron.core.parallel.boxes import Box
 from megatron.trust.parity.local_ranks import RankFailed, run_on_local_ranks
 from megatron.trust.parity.proxy_config import ProxyConfig, make_proxy_config
-from megatron.trust.parity.serial_comparison import LayoutParityResult, compare_short_runs_with_serial
+from megatron.trust.parity.serial_comparison import LayoutParityResult, compare_recorded_runs_to_serial
 from megatron.trust.parity.short_run import (
     RecordedActivation,
     ShortRun,
@@ -85,7 +85,7 @@ def checked(
         if one.world_size > 1
         else [function(*arguments, one.config)]
     )
-    return compare_short_runs_with_serial(
+    return compare_recorded_runs_to_serial(
         run_short_training(one.serial_config), [unpickle_short_run_result(rank) for rank in ranks]
     )
 
@@ -164,17 +164,17 @@ def alone(
 
 
 def test_differences_are_relative_and_what_is_missing_or_disagrees_is_infinitely_far() -> None:
-    assert compare_short_runs_with_serial(alone(), [alone()]).is_within_tolerance
+    assert compare_recorded_runs_to_serial(alone(), [alone()]).is_within_tolerance
     near, far = (
-        compare_short_runs_with_serial(alone(1.0), [alone(1.0 + 1e-11)]),
-        compare_short_runs_with_serial(alone(1.0), [alone(1.0 + 1e-9)]),
+        compare_recorded_runs_to_serial(alone(1.0), [alone(1.0 + 1e-11)]),
+        compare_recorded_runs_to_serial(alone(1.0), [alone(1.0 + 1e-9)]),
     )
     assert (
         near.is_within_tolerance
         and not far.is_within_tolerance
         and far.differences_above_tolerance[0].gap == pytest.approx(1e-9, rel=1e-3)
     )
-    replicas = compare_short_runs_with_serial(alone(), [alone(), alone(second=1.0 + 1e-15)])
+    replicas = compare_recorded_runs_to_serial(alone(), [alone(), alone(second=1.0 + 1e-15)])
     assert [(one.kind, one.gap) for one in replicas.differences_above_tolerance] == [
         ("weight", float("inf"))
     ] and "replica on rank 0" in replicas.differences_above_tolerance[0].says
@@ -197,12 +197,13 @@ def test_differences_are_relative_and_what_is_missing_or_disagrees_is_infinitely
     )
     assert (
         "2 of 4 elements are on no rank"
-        in compare_short_runs_with_serial(alone(), [half]).differences_above_tolerance[0].says
+        in compare_recorded_runs_to_serial(alone(), [half]).differences_above_tolerance[0].says
     )
     assert (
-        "nan" in compare_short_runs_with_serial(alone(), [alone(loss=float("nan"))]).differences_above_tolerance[0].says
+        "nan"
+        in compare_recorded_runs_to_serial(alone(), [alone(loss=float("nan"))]).differences_above_tolerance[0].says
     ), "what is not a number is not the same"
-    losses = compare_short_runs_with_serial(alone(), [alone(), alone(loss=2.0 + 1e-15)]).differences_above_tolerance
+    losses = compare_recorded_runs_to_serial(alone(), [alone(), alone(loss=2.0 + 1e-15)]).differences_above_tolerance
     assert [one.gap for one in losses] == [float("inf")] and "on rank 1" in losses[0].says, (
         "ranks that disagree are apart, however little"
     )

@@ -15,7 +15,7 @@ from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.pipeline_parallel.schedules import can_overlap_pair, pipeline_training_plan
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import parse_training_command
-from megatron.trust.flags.repair import RequestedSetup
+from megatron.trust.flags.repair import RunSetup
 from megatron.trust.parity.proxy_config import ProxyConfig, make_proxy_config, proxy_degree_candidates
 from tests.helpers import tiny
 from tests.parity.table import MODELS, ROWS, named, read_layout
@@ -194,7 +194,7 @@ def test_what_does_not_fit_on_few_ranks_is_said_and_more_ranks_bring_it_back() -
 )
 def test_a_feature_stays_in_its_smallest_form(flags: str, ranks: int, kept: dict[str, Any]) -> None:
     found = small(flags, ranks)
-    after = RequestedSetup(found.config, found.world_size)
+    after = RunSetup(found.config, found.world_size)
     assert {name: after.value(name) for name in kept} == kept
 
 

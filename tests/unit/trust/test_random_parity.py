@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import ConfigError, config_from_dict
+from megatron.core.config.flags import ConfigError, config_from_flat_dict
 from megatron.core.config.settings.run import RequestedRun
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.layout_build_check import check_layout_parameters
 from megatron.trust.parity.local_ranks import RankFailed
 from megatron.trust.parity.proxy_config import make_proxy_config
-from megatron.trust.parity.serial_comparison import compare_short_runs_with_serial
+from megatron.trust.parity.serial_comparison import compare_recorded_runs_to_serial
 from megatron.trust.parity.short_run import run_short_training, run_short_training_pickled, unpickle_short_run_result
 from megatron.trust.simulate.collective_matching import match_collectives
 from megatron.trust.simulate.dry_run import dry_run
@@ -73,14 +73,14 @@ def accepted(source: Callable[[Random], Case], seed: int, count: int) -> list[Ca
     random, found = Random(seed), []
     while len(found) < count:
         values, ranks = source(random)
-        if not resolve_and_examine(config_from_dict(RequestedRun, values), ranks)[1]:
+        if not resolve_and_examine(config_from_flat_dict(RequestedRun, values), ranks)[1]:
             found.append((values, ranks))
     return found
 
 
 def wrong(world: Worlds, values: dict[str, Any], ranks: int) -> str:
     """What is not as it should be with a configuration that the rules accept, in words; "" if nothing."""
-    config = config_from_dict(RequestedRun, values).resolve(ranks)
+    config = config_from_flat_dict(RequestedRun, values).resolve(ranks)
     built = check_layout_parameters(config, ranks, true_vocab_size=tiny.VOCABULARY)
     if built.problems:
         return f"is built otherwise than counted: {built.problems}"
@@ -99,7 +99,7 @@ def wrong(world: Worlds, values: dict[str, Any], ranks: int) -> str:
         )
     except (PoolFailed, RankFailed) as error:
         return f"does not run: {error}"
-    found = compare_short_runs_with_serial(
+    found = compare_recorded_runs_to_serial(
         run_short_training(small.serial_config), [unpickle_short_run_result(one) for one in done]
     )
     return "" if found.is_within_tolerance else f"computes another step, {found.start}"

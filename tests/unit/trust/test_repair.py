@@ -15,7 +15,7 @@ from megatron.trust.flags.command import ParsedTrainingCommand, parse_training_c
 from megatron.trust.flags.repair import (
     WORLD,
     BrokenRule,
-    RequestedSetup,
+    RunSetup,
     candidate_edits,
     flags_named_by_rule,
     smallest_repair,
@@ -30,7 +30,7 @@ def command(flags: str, ranks: int = 1) -> ParsedTrainingCommand:
     return parse_training_command([*entry, *GPT.split(), *words], ranks=ranks)
 
 
-def setting(flags: str, ranks: int = 1) -> RequestedSetup:
+def setting(flags: str, ranks: int = 1) -> RunSetup:
     found = command(flags, ranks).setting
     assert found is not None, f"{flags} cannot be read"
     return found
@@ -68,7 +68,7 @@ def test_a_bad_configuration_breaks_its_rules_and_is_mended_by_the_fewest_change
         ), "each change is needed"
 
 
-def single_changes(start: RequestedSetup) -> Iterator[dict[str, Any]]:
+def single_changes(start: RunSetup) -> Iterator[dict[str, Any]]:
     """Every flag with other values, whether a rule names them or not."""
     sizes = [*range(1, 34), 48, 64, 96, 128, 256, 512, 1024, 2048, 4096, 8192]
     yield from ({WORLD: size} for size in sizes)

@@ -16,7 +16,7 @@ from megatron.trust.plan.planner import (
     RunEstimate,
     add_memory_saving_changes,
     estimate_run,
-    fullest_rank_explanation_lines,
+    fullest_vs_emptiest_rank_lines,
     memory_saving_edits,
 )
 from megatron.trust.plan.report import (
@@ -81,7 +81,7 @@ def test_the_fullest_rank_is_marked_and_explained() -> None:
     assert "rank 1 holds 256.00 MiB more than rank 0: " in said
     assert "rank 0 holds the embedding, and at most 2 forward passes at once still await their" in said
     assert "rank 1 holds the head, and at most 1 forward pass at once still awaits its" in said
-    assert fullest_rank_explanation_lines(planned_of([GIB, GIB]).run) == ["all ranks hold the same"]
+    assert fullest_vs_emptiest_rank_lines(planned_of([GIB, GIB]).run) == ["all ranks hold the same"]
 
 
 def test_the_report_fits_one_screen_whatever_the_number_of_ranks() -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
-from megatron.core.config.flags import config_to_dict
+from megatron.core.config.flags import config_to_flat_dict
 from megatron.core.dist_checkpointing.sharded_state import ShardedTensor
 from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.tokenizers.build import NullTokenizer
@@ -247,7 +247,7 @@ def test_a_checkpoint_must_hold_the_histories_that_a_run_has(name: str) -> None:
     settings = tiny.config(**MODELS[name], fp8_format="hybrid", first_last_layers_bf16=True)
     state = Checkpointer(tiny.trainer_of(tiny.run_of(settings))).state_to_save()
     parameters = [name.removeprefix("model.") for name in state if name.startswith("model.")]
-    expected = expected_state_names(config_to_dict(settings), 1, parameters)["histories of delayed scales"]
+    expected = expected_state_names(config_to_flat_dict(settings), 1, parameters)["histories of delayed scales"]
     assert expected and set(expected) == {name for name in state if name.startswith("run.amax.")}
 
 
@@ -266,7 +266,7 @@ def test_a_checkpoint_of_a_hybrid_holds_what_it_must(changes: dict[str, Any]) ->
     train_on(trainer, 1)
     state = Checkpointer(trainer).state_to_save()
     parameters = [name.removeprefix("model.") for name in state if name.startswith("model.")]
-    expected = {*chain(*expected_state_names(config_to_dict(settings), 1, parameters).values())}
+    expected = {*chain(*expected_state_names(config_to_flat_dict(settings), 1, parameters).values())}
     held = {name for name in state if name.startswith(("optimizer.", "run.amax."))}
     assert (
         len(held) > len(parameters)

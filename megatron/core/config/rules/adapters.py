@@ -10,7 +10,7 @@ from megatron.core.config.adapters import (
     PROJECTIONS,
     LinearShape,
     layers_matching_target,
-    lora_target_rank_and_alpha,
+    rank_and_alpha_of_lora_target,
 )
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
@@ -53,7 +53,7 @@ def _lora_target_problems(s: ConfigRuleInput) -> str:
     config = model.adapter
     if not config.has_adapters or (config.lora_rank or 0) < 1:
         return ""
-    broken = [target for target in config.lora_targets if lora_target_rank_and_alpha(config, target)[0] < 1]
+    broken = [target for target in config.lora_targets if rank_and_alpha_of_lora_target(config, target)[0] < 1]
     if broken:
         return f"--lora-targets {' '.join(broken)}: write NAME, NAME=RANK or NAME=RANK:ALPHA, a rank being 1 or more"
     rows = network_layer_plans(model)
@@ -76,7 +76,7 @@ def _single_target_problems(
     config: AdapterConfig, target: str, chosen: list[tuple[str, str, LinearShape]]
 ) -> Iterator[str]:
     """Yield what is wrong with one target. chosen: (linear layer, part, shape) of everything that it names."""
-    rank = lora_target_rank_and_alpha(config, target)[0]
+    rank = rank_and_alpha_of_lora_target(config, target)[0]
     if not chosen:
         yield (
             f"--lora-targets {target} names no linear layer of this network; choose of {ALL_LINEAR}, "
@@ -85,7 +85,7 @@ def _single_target_problems(
         )
         return
     most, name = min(
-        (min(shape.inputs, shape.rows_of_part(part)[1]), f"{linear}.{part}".rstrip("."))
+        (min(shape.inputs, shape.row_offset_and_count_of_part(part)[1]), f"{linear}.{part}".rstrip("."))
         for linear, part, shape in chosen
     )
     if rank > most:

@@ -12,7 +12,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
-from megatron.core.config.flags import config_to_dict, field_resume_roles
+from megatron.core.config.flags import config_to_flat_dict, field_resume_roles
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.hybrid import HybridConfig
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, PositionConfig, RequestedModel
@@ -101,7 +101,7 @@ def network_setting_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
     """Return the settings by which two resolved networks compute different functions, without those neither uses."""
     idle, given, canonical = (
         unused_settings(a) & unused_settings(b),
-        (config_to_dict(a), config_to_dict(b)),
+        (config_to_flat_dict(a), config_to_flat_dict(b)),
         (canonical_values(a), canonical_values(b)),
     )
     # Equal words that mean two things do so because of another setting, which is named itself.
@@ -114,7 +114,7 @@ def network_setting_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
 
 def canonical_values(model: ModelConfig) -> dict[str, Any]:
     """Return all settings by field name, with different spellings of the same network made equal."""
-    values, rows = config_to_dict(model), network_layer_plans(model)
+    values, rows = config_to_flat_dict(model), network_layer_plans(model)
     values["moe_router_topk_scaling_factor"] = values["moe_router_topk_scaling_factor"] or 1.0
     values["mtp_num_layers"] = values["mtp_num_layers"] or None
     values["moe_layer_freq"] = [plan.mlp for plan in rows]

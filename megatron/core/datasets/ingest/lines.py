@@ -129,7 +129,7 @@ def count_decompressed_bytes(source: InputFile) -> int:
     if not source.compression:
         return source.size
     with open_line_file(source) as (file, _):
-        return sum(map(len, _read_pieces(file, sys.maxsize)))
+        return sum(map(len, _read_bytes_in_chunks(file, sys.maxsize)))
 
 
 def count_lines_before(source: InputFile, position: int) -> int:
@@ -137,10 +137,10 @@ def count_lines_before(source: InputFile, position: int) -> int:
     if position == 0:
         return 0
     with open_line_file(source) as (file, _):
-        return 1 + sum(content.count(b"\n") for content in _read_pieces(file, position - 1))
+        return 1 + sum(content.count(b"\n") for content in _read_bytes_in_chunks(file, position - 1))
 
 
-def _read_pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
+def _read_bytes_in_chunks(file: BinaryIO, size: int) -> Iterator[bytes]:
     """Yield the next `size` bytes of a file, or all that are left, a piece at a time."""
     while size and (content := file.read(min(size, CHUNK_BYTES))):
         size -= len(content)
@@ -152,7 +152,7 @@ def _skip_to_line_after_byte(file: BinaryIO, source: InputFile, start: int) -> i
     if start == 0:
         return 0
     if source.compression:
-        for _ in _read_pieces(file, start - 1):
+        for _ in _read_bytes_in_chunks(file, start - 1):
             pass
     else:
         file.seek(start - 1)
@@ -161,7 +161,7 @@ def _skip_to_line_after_byte(file: BinaryIO, source: InputFile, start: int) -> i
 
 def _skip_consumed_input(file: BinaryIO, place: InputPosition, digest: xxhash.xxh3_128) -> None:
     """Skip what the interrupted run read from standard input, updating `digest`. `DataError` if the input differs."""
-    for content in _read_pieces(file, place.unit):
+    for content in _read_bytes_in_chunks(file, place.unit):
         digest.update(content)
     if place.unit and digest.hexdigest() != place.digest:
         raise DataError(

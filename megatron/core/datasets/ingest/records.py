@@ -64,7 +64,7 @@ def parse_records(chunk: RecordChunk, keys: Sequence[str], split: Split | None =
         if not rows[-1]:
             rows.pop()
         read: Callable[[Any, Sequence[str]], list[str]] = (
-            _parse_json_line if chunk.kind == "jsonl" else _parse_plain_text_line
+            _extract_json_line_texts if chunk.kind == "jsonl" else _parse_plain_text_line
         )
     else:
         rows = list(zip(*chunk.content))
@@ -81,7 +81,7 @@ def parse_records(chunk: RecordChunk, keys: Sequence[str], split: Split | None =
     return records
 
 
-def _parse_json_line(line: bytes, keys: Sequence[str]) -> list[str]:
+def _extract_json_line_texts(line: bytes, keys: Sequence[str]) -> list[str]:
     """The text under each key of a JSON object. Raises `ValueError` whose message is what is wrong with the line."""
     try:
         content = json.loads(line.decode().removeprefix(BYTE_ORDER_MARK))

@@ -41,11 +41,13 @@ def encode_chunks(
         yield from _encode_by_processes(chunks, work.job if isinstance(work, RecordEncoder) else work, workers)
         return
     encoder = work if isinstance(work, RecordEncoder) else RecordEncoder(work)
-    for chunk, records in read_ahead((_chunk_without_content(chunk), encoder.parse_chunk(chunk)) for chunk in chunks):
+    for chunk, records in read_ahead(
+        (_record_chunk_without_bytes(chunk), encoder.parse_chunk(chunk)) for chunk in chunks
+    ):
         yield chunk, encoder.encode_documents(records)
 
 
-def _chunk_without_content(chunk: RecordChunk) -> RecordChunk:
+def _record_chunk_without_bytes(chunk: RecordChunk) -> RecordChunk:
     return dataclasses.replace(chunk, content=b"")
 
 
@@ -114,7 +116,7 @@ def _encode_by_processes(
                     if unwanted.is_set():
                         return
                 workers[number % count].work.send(chunk)
-                yield _chunk_without_content(chunk)
+                yield _record_chunk_without_bytes(chunk)
 
         try:
             for number, chunk in enumerate(read_ahead(send_chunks_to_workers(), DEPTH * count)):

@@ -28,7 +28,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from megatron.core.config.flags import config_from_dict
+from megatron.core.config.flags import config_from_flat_dict
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.source import CheckpointSource
@@ -91,7 +91,7 @@ class _MegatronExport:
     ) -> None:
         self.source, self.tensor_size, self.fused, self.iteration = source, tensor_size, fused_norms, iteration
         self.layout = MegatronRowLayout.from_settings(source.settings, 3.0)
-        self.model = config_from_dict(RequestedModel, source.settings).resolve()
+        self.model = config_from_flat_dict(RequestedModel, source.settings).resolve()
         self.names = [name.removeprefix("model.") for name in source.formats if name.startswith("model.")]
         self.layers = 1 + max(int(match[2]) for name in self.names for match in [_LAYER.search(name)] if match)
         self.target = Path(folder) / f"iter_{iteration:07d}"
@@ -353,7 +353,7 @@ def _division_problems(export: _MegatronExport, *, ranks: int) -> list[str]:
 
 def extra_flags_for_megatron(source: CheckpointSource, pipeline_size: int = 1) -> str:
     """Return the flags that Megatron needs beside `--use-checkpoint-args`, as one text; empty if none."""
-    model = config_from_dict(RequestedModel, source.settings).resolve()
+    model = config_from_flat_dict(RequestedModel, source.settings).resolve()
     if model.is_hybrid:
         hybrid = replace(model.hybrid, hybrid_layer_pattern=_pattern_of_stages(model, pipeline_size))
         model = replace(model, hybrid=hybrid)

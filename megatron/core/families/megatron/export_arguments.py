@@ -12,7 +12,7 @@ import types
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from megatron.core.config.flags import config_to_dict, flag_name
+from megatron.core.config.flags import config_to_flat_dict, flag_name
 from megatron.core.config.layer_frequency import parse_layer_frequency
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.network import network_fields, unused_settings
@@ -69,7 +69,7 @@ _OURS = frozenset(
 
 def settings_unknown_to_megatron(model: ModelConfig) -> list[str]:
     """Return the settings that Megatron cannot build, a line each. model: resolved."""
-    values, usual, idle = config_to_dict(model), config_to_dict(ModelConfig()), unused_settings(model)
+    values, usual, idle = config_to_flat_dict(model), config_to_flat_dict(ModelConfig()), unused_settings(model)
     table = {**COUNTERPARTS, **LATENT} if model.mla.multi_latent_attention else COUNTERPARTS
     lines = [
         f"{flag_name(name)}{_flag_value_text(values[name])}: Megatron builds no such network"
@@ -129,7 +129,7 @@ def megatron_arguments_of(
     """
     plain_values = {
         name: value
-        for name, value in {**settings, **config_to_dict(model)}.items()
+        for name, value in {**settings, **config_to_flat_dict(model)}.items()
         if value is None or isinstance(value, (bool, int, float, str, tuple, list))
     }
     grouped = not model.mla.multi_latent_attention and model.num_query_groups != model.num_attention_heads
@@ -167,7 +167,7 @@ def additional_megatron_flags(model: ModelConfig) -> str:
     """Return the flags that Megatron needs beside `--use-checkpoint-args`, which takes only part of a network from a
     checkpoint; as one text, empty if none. model: resolved.
     """
-    values, usual, idle = config_to_dict(model), config_to_dict(ModelConfig()), unused_settings(model)
+    values, usual, idle = config_to_flat_dict(model), config_to_flat_dict(ModelConfig()), unused_settings(model)
     words = [
         f"{flag_name(name)}{_shell_value(values[name])}"
         for name in network_fields()

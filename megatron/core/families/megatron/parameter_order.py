@@ -179,7 +179,7 @@ def parameters_of_rank(
         if stage[0] == pipeline:
             name = _CONV.sub(r".conv1d_\1", whole) if own_conv else whole
             chunks[stage[1]].append(
-                _describe_joined_pieces(name, [_describe_local_parameter(one, one, ranks, tensor) for one in pieces])
+                _concat_parameter_pieces(name, [_describe_local_parameter(one, one, ranks, tensor) for one in pieces])
             )
     for one in model:
         for layer, part in _per_layer_parameters(one):
@@ -214,7 +214,7 @@ def _group_mixer_pieces(
     return [one for one in model if one.key not in taken], fused
 
 
-def _describe_joined_pieces(name: str, pieces: Sequence[LocalParameter]) -> LocalParameter:
+def _concat_parameter_pieces(name: str, pieces: Sequence[LocalParameter]) -> LocalParameter:
     """Describe the parameter that consists of these pieces, stacked along dimension 0."""
     parts, rows = list[LocalParameterPart](), 0
     for one in pieces:

@@ -98,7 +98,7 @@ def read_chunk_values(chunk: StoredChunk | FlatBox, stored: TorchDistIndexEntry,
             Box(chunk.inside, chunk.part or chunk.shape).slices()
         ]
         return (values.transpose(-1, -2) if chunk.transposed else values).reshape(chunk.box.shape)
-    values = read_stored_object(chunk, folder, stored.key)
+    values = read_stored_chunk(chunk, folder, stored.key)
     if not isinstance(values, Tensor) or values.numel() != chunk.box.num_elements or values.dtype != stored.dtype:
         raise CheckpointError(
             f"{folder / chunk.file} is damaged: what it holds for {stored.key} is not the box that the index promises"
@@ -106,7 +106,7 @@ def read_chunk_values(chunk: StoredChunk | FlatBox, stored: TorchDistIndexEntry,
     return values.reshape(chunk.box.shape)
 
 
-def read_stored_object(chunk: StoredChunk, folder: Path, name: str) -> Any:
+def read_stored_chunk(chunk: StoredChunk, folder: Path, name: str) -> Any:
     """Read the tensor or object that a byte range of a file holds. name: for errors."""
     path = folder / chunk.file
     try:

@@ -51,7 +51,7 @@ from megatron.core.families.megatron.stored import (
     TorchDistIndexEntry,
     read_chunk_values,
     read_stored_box,
-    read_stored_object,
+    read_stored_chunk,
 )
 from megatron.core.parallel.boxes import Box
 
@@ -193,7 +193,7 @@ def _read_optimizer_groups(texts: Mapping[str, StoredChunk], folder: Path) -> It
     """Yield the state of the groups of distributed optimizers, where every rank saved its own."""
     for name, chunk in texts.items():
         if re.match(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer(/|$)", name):
-            yield read_stored_object(chunk, folder, name)
+            yield read_stored_chunk(chunk, folder, name)
 
 
 def _dtype_of_properties(properties: Any) -> torch.dtype:
@@ -215,7 +215,7 @@ def _read_common_state(
         return state if isinstance(state, dict) else {}
     for name, chunk in texts.items():
         if name.split("/")[0] == "common_state":
-            state = read_stored_object(chunk, folder, name)
+            state = read_stored_chunk(chunk, folder, name)
             state = state[0] if isinstance(state, list) and len(state) == 1 else state  # the state of one of one rank
             return state if isinstance(state, dict) else {}
     return {}
@@ -226,10 +226,10 @@ def _read_fsdp_common_state(
 ) -> dict[str, Any]:
     """As `_read_common_state`, for Megatron FSDP, whose optimizer steps are stored one by one."""
     steps = [
-        *(read_stored_object(chunk, folder, name) for name, chunk in texts.items() if _STEP.match(name)),
+        *(read_stored_chunk(chunk, folder, name) for name, chunk in texts.items() if _STEP.match(name)),
         *(read_stored_box(stored, folder) for name, stored in tensors.items() if _STEP.match(name)),
     ]
-    common = {name: read_stored_object(texts[name], folder, name) for name in _COMMON if name in texts}
+    common = {name: read_stored_chunk(texts[name], folder, name) for name in _COMMON if name in texts}
     return {**common, "optimizer": [{"step": step} for step in steps]}
 
 

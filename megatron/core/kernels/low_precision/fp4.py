@@ -20,8 +20,8 @@ from megatron.core.kernels.low_precision.fp8 import (
     NumberFormat,
     QuantizedMatrix,
     block_amax,
+    join_blocks_into_matrix,
     split_matrix_into_blocks,
-    unsplit_matrix_blocks,
 )
 from megatron.core.kernels.reference import accumulation_dtype_of
 
@@ -46,7 +46,7 @@ def quantize_nvfp4(
     scaled = tiles * inverse[:, None, :, None]
     chance = None if noise is None else split_matrix_into_blocks(noise.to(tiles.dtype), block)
     return QuantizedMatrix(
-        unsplit_matrix_blocks(round_to_e2m1(scaled, chance), x).to(E2M1.dtype), enlarge.reciprocal(), scales, block
+        join_blocks_into_matrix(round_to_e2m1(scaled, chance), x).to(E2M1.dtype), enlarge.reciprocal(), scales, block
     )
 
 

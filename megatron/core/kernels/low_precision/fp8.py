@@ -142,7 +142,7 @@ def quantize_per_block(
     sizes = block_amax(x, block) if sizes is None else sizes
     scaled = torch.ldexp(tiles, -_scale_exponent(sizes, number.largest)[:, None, :, None])
     return QuantizedMatrix(
-        unsplit_matrix_blocks(_saturating_cast(scaled, number), x), None, e8m0_block_scales(sizes, number), block
+        join_blocks_into_matrix(_saturating_cast(scaled, number), x), None, e8m0_block_scales(sizes, number), block
     )
 
 
@@ -184,7 +184,7 @@ def split_matrix_into_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     return filled.view(filled.shape[0] // rows, rows, filled.shape[1] // columns, columns)
 
 
-def unsplit_matrix_blocks(tiles: Tensor, like: Tensor) -> Tensor:
+def join_blocks_into_matrix(tiles: Tensor, like: Tensor) -> Tensor:
     """Undo `split_matrix_into_blocks`: return the matrix [rows, columns] from its blocks, without padding. like: a
     matrix of the shape to return.
     """
