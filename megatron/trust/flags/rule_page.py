@@ -23,10 +23,10 @@ OTHERS: Mapping[str, str] = {
     "batch-over-time": "every size that the global batch takes on is a whole number of microbatches on every data-parallel rank",
     "learning-rate-over-time": "warm-up and decay are measured in one unit, and the warm-up ends before the decay",
     "trained-parameters": "every pattern of names matches a parameter, and some parameters are trained",
-    "tokenizer": "the tokenizer is of a known kind and has what that needs",
-    "files": "the files that the flags name are here, and --save can be written",
-    "machine": "kernels that are asked for by name can compute what the run needs, and the machine has what it asks for",
-    "command-line": "every word is a flag of ours or its value",
+    "tokenizer": "the tokenizer's type is known, and it has the files and settings that the type needs",
+    "files": "the files that the flags name exist, and --save can be written",
+    "machine": "requested kernels can compute what the run needs, and the machine has the devices that it needs",
+    "command-line": "every word is a known flag or its value",
 }
 
 

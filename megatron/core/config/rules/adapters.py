@@ -19,7 +19,7 @@ from megatron.core.config.settings.adapter import AdapterConfig
 
 @config_rule("adapter-numbers")
 def _adapter_setting_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """What is said of adapters belongs to a run that has them."""
+    """Adapter settings are given only for a run with adapters, and with valid values."""
     config = s.run.model.adapter
     if not config.has_adapters:
         given = non_default_flags(config, without=("freeze",)) + non_default_flags(
@@ -40,7 +40,7 @@ def _adapter_setting_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("adapter-start")
 def _missing_adapter_base_problem(s: ConfigRuleInput) -> Iterator[str]:
-    """Adapters that a run starts from belong to a base."""
+    """Adapters that a run starts from have a base network."""
     folder, checkpoint = s.run.checkpoint.adapter, s.run.checkpoint
     if folder is not None and checkpoint.pretrained_checkpoint is None and checkpoint.load is None:
         yield f"--adapter {folder} belongs to the weights of a base; give them with --pretrained-checkpoint"
@@ -48,7 +48,7 @@ def _missing_adapter_base_problem(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("adapter-targets", needs_sizes=True)
 def _lora_target_problems(s: ConfigRuleInput) -> str:
-    """Every target of adapters names a linear layer of the network, whose rank is not below theirs."""
+    """Every adapter target names a linear layer of the network, and the adapter's rank fits its sizes."""
     model, problems = s.run.model, list[str]()
     config = model.adapter
     if not config.has_adapters or (config.lora_rank or 0) < 1:
@@ -97,7 +97,7 @@ def _single_target_problems(
 
 @config_rule("adapter-fit", needs_sizes=True)
 def _adapter_conflict_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Weights that are frozen are changed by nothing else."""
+    """Nothing else changes weights that adapters freeze."""
     run = s.run
     config = run.model.adapter
     if not config.has_adapters and not config.freeze:

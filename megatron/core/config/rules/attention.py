@@ -18,7 +18,7 @@ _STRETCHING = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
 
 @config_rule("layer-patterns", needs_sizes=True)
 def layer_frequency_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """What says which layers have a property can be read and has a property to speak of."""
+    """A pattern that says which layers have a property can be parsed, and the property is enabled."""
     model = s.run.model
     try:
         network_layer_plans(model)
@@ -53,7 +53,7 @@ def _qk_norm_problems(model: ModelConfig) -> Iterator[str]:
 
 @config_rule("attention", needs_sizes=True)
 def attention_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Variants of attention and of the gated MLP have sound numbers and fit together."""
+    """Variants of attention and of the gated MLP have valid values and can be combined."""
     model = s.run.model
     for name in ("attention_logit_softcap", "final_logit_softcap", "qk_clip_threshold", "activation_func_clamp_value"):
         value = getattr(model, name)
@@ -93,7 +93,7 @@ def _rope_scaling_problems(model: ModelConfig, *, yarn: bool) -> Iterator[str]:
 
 @config_rule("rotations", needs_sizes=True)
 def rotary_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Rotations are stretched in one way, by sound numbers."""
+    """Rotary embeddings are scaled by one method, with valid values."""
     model, rope = s.run.model, s.run.model.rope
     yarn = model.uses_rotary and rope.is_yarn
     if rope.rope_type == "yarn" and not yarn:
@@ -140,7 +140,7 @@ def _unused_mla_flags_problem(run: RunConfig) -> Iterator[str]:
 
 @config_rule("latent-attention")
 def mla_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Latent attention has sizes and rotations, and nothing that it replaces."""
+    """Multi-head latent attention has its sizes and rotary embeddings, and no setting of attention that it replaces."""
     run = s.run
     model, mla, rope = run.model, run.model.mla, run.model.rope
     if not mla.multi_latent_attention:
@@ -164,7 +164,7 @@ def mla_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("multi-token-prediction")
 def mtp_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Multi-token prediction has layers, and tokens to predict."""
+    """Multi-token prediction has layers, and sequences that are long enough."""
     run = s.run
     model, mtp, length = run.model, run.model.mtp, run.train.seq_length
     depths, layout = mtp.mtp_num_layers, run.parallel.pipeline_model_parallel_layout

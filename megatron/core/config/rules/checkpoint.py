@@ -34,7 +34,7 @@ def _save_best_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("checkpoints")
 def _checkpoint_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """What is said of checkpoints has a folder and does not contradict itself."""
+    """Checkpoint settings have a folder and do not contradict each other."""
     checkpoint = s.run.checkpoint
     yield from _save_best_problems(s)
     if checkpoint.save_interval is not None and checkpoint.save is None:
@@ -98,7 +98,7 @@ def _rerun_problems(s: ConfigRuleInput, *, checks: bool) -> Iterator[str]:
 
 @config_rule("faults")
 def _fault_tolerance_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """What is said of faults has something to look for, and what it needs to go on."""
+    """Fault tolerance has something to detect, and what it needs to recover."""
     faults, train, checkpoint = s.run.faults, s.run.train, s.run.checkpoint
     counts = ("straggler_minmax_count", "check_weight_hash_across_dp_replicas_interval", "max_bad_steps")
     wrong = [

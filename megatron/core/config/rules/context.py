@@ -16,7 +16,7 @@ from megatron.core.config.settings.run import RunConfig
 
 @config_rule("context", needs_sizes=True)
 def context_parallel_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Sequences, heads and networks can be cut over the context ranks."""
+    """Sequences and heads divide over the context ranks, and the network supports context parallelism."""
     run = s.run
     model, parallel = run.model, run.parallel
     size, length, tp = parallel.context_parallel_size, run.train.seq_length, parallel.tp
@@ -89,7 +89,7 @@ def _cp_comm_type_problems(run: RunConfig) -> Iterator[str]:
 
 @config_rule("hybrid-context", needs_sizes=True)
 def hybrid_context_parallel_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Sequences cut by their length have ranks, data and a loss that allow it."""
+    """Hybrid context parallelism has ranks, data and a loss that support it."""
     run, world_size = s.run, s.world_size
     model, parallel, train = run.model, run.parallel, run.train
     limit = parallel.max_seqlen_per_dp_cp_rank

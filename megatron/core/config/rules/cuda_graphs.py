@@ -11,7 +11,7 @@ from megatron.core.config.settings.run import RunConfig
 
 @config_rule("cuda-graphs")
 def cuda_graph_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Layers that are recorded as CUDA graphs do the same in every step, and ask the host for nothing."""
+    """Layers captured as CUDA graphs do the same work in every step, and never wait for the host."""
     run = s.run
     config = run.graphs
     if config.cuda_graph_impl == "none":

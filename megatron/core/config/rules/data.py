@@ -10,7 +10,7 @@ from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_de
 
 @config_rule("data")
 def _data_source_problem(s: ConfigRuleInput) -> str:
-    """One thing says what to read."""
+    """The data is given by one method."""
     data = s.run.data
     per_split = data.train_data_path or data.valid_data_path or data.test_data_path or data.per_split_data_args_path
     given = [
@@ -37,7 +37,7 @@ def _data_source_problem(s: ConfigRuleInput) -> str:
 
 @config_rule("fill-in-the-middle")
 def _fim_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Fill in the middle has its tokens and sound rates."""
+    """Fill-in-the-middle has its special tokens and valid rates."""
     fill = s.run.data.fill
     if not fill.fim_data:
         if given := non_default_flags(fill, without=("fim_data",)):
@@ -55,7 +55,7 @@ def _fim_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("conversations")
 def _sft_data_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Conversations are written in one way and have their own loss."""
+    """Conversations have one prompt format, and no other setting of their loss."""
     data = s.run.data
     if not data.chat.sft:
         if data.chat.sft_tokenizer_prompt_format != "tokenizer":
@@ -75,7 +75,7 @@ def _sft_data_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("masked-text")
 def _masked_text_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Masked text and windows of text each have the settings of their own."""
+    """Settings of masked text and of token windows are given only with that kind of data."""
     model, data, masking = s.run.model, s.run.data, s.run.data.masking
     if model.architecture == "gpt":
         if given := non_default_flags(masking):

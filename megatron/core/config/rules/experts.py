@@ -27,7 +27,7 @@ def _shared_expert_problems(run: RunConfig) -> Iterator[str]:
 
 @config_rule("experts")
 def expert_setting_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """What is said of experts has experts, and the parts it speaks of."""
+    """Settings of experts are given only with experts, and with the parts that they concern."""
     run = s.run
     model, moe = run.model, run.model.moe
     if not moe.num_experts:
@@ -92,7 +92,7 @@ def expert_layout_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("choice-of-experts", needs_sizes=True)
 def router_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """A token can choose as many experts as it shall, and the choice can be learned."""
+    """The router has at least as many experts as it chooses for a token, and the choice can be learned."""
     moe = s.run.model.moe
     if not moe.num_experts:
         return
@@ -153,7 +153,7 @@ def _expert_group_problems(moe: MoEConfig) -> Iterator[str]:
 
 @config_rule("balance-of-experts", needs_sizes=True)
 def load_balancing_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Ways to balance experts fit together and have a weight each."""
+    """Methods that balance the load of experts can be combined, and each has a coefficient."""
     moe = s.run.model.moe
     if not moe.num_experts:
         return
@@ -176,7 +176,7 @@ def load_balancing_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("upcycling", needs_sizes=True)
 def upcycling_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """The MLPs of a dense checkpoint can become these experts."""
+    """Upcycling can make these experts from the MLPs of a dense checkpoint."""
     run = s.run
     model, moe = run.model, run.model.moe
     parts = moe.moe_upcycling_granularity

@@ -11,7 +11,7 @@ from megatron.core.config.settings.parallel import can_exchange_heads
 
 @config_rule("hybrid-pattern", needs_sizes=True)
 def _hybrid_pattern_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """The symbols of a hybrid say all that its layers are."""
+    """The pattern of a hybrid alone says what kind each layer is."""
     model = s.run.model
     hybrid = model.hybrid
     yield from model.hybrid.pattern_problems()
@@ -51,7 +51,7 @@ def _pattern_separator_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("states", needs_sizes=True)
 def _state_size_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Heads of layers with a state come in whole groups, which the tensor ranks can divide."""
+    """Heads of Mamba-2 and gated delta net layers form whole groups, which divide over the tensor ranks."""
     model, hybrid = s.run.model, s.run.model.hybrid
     used = {
         "mamba": ("--mamba-num-heads", "--mamba-num-groups"),
@@ -77,7 +77,7 @@ def _state_size_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("multipliers", needs_sizes=True)
 def _mamba_beside_attention_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Mamba-2 beside attention, and fixed factors, are for plain decoders."""
+    """Mamba-2 in parallel with attention, and fixed multipliers, are for plain decoders only."""
     model = s.run.model
     given = non_default_flags(model.multipliers)
     yield from model.multipliers.multiplier_problems()

@@ -31,7 +31,7 @@ def _world_size_problem(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("heads-over-tensor", needs_sizes=True)
 def _attention_heads_problem(s: ConfigRuleInput) -> Iterator[str]:
-    """Every tensor rank has equally many query heads."""
+    """Every tensor rank has the same number of query heads."""
     heads, tp = s.run.model.num_attention_heads, s.run.parallel.tp
     if heads % tp:
         yield (
@@ -62,7 +62,7 @@ def _ffn_width_problem(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("head-size", needs_sizes=True)
 def _head_size_problem(s: ConfigRuleInput) -> str:
-    """A head has a size, of which rotations take pairs."""
+    """The size of a head is known, and rotary embeddings divide it into pairs."""
     model, latent = s.run.model, s.run.model.mla.multi_latent_attention
     if (
         not latent
@@ -88,7 +88,7 @@ def _head_size_problem(s: ConfigRuleInput) -> str:
 
 @config_rule("sequence-parallel", needs_sizes=True)
 def _sequence_parallel_problem(s: ConfigRuleInput) -> Iterator[str]:
-    """Under sequence parallelism, sequences can be cut over the tensor ranks."""
+    """Sequence parallelism divides the sequence length over the tensor ranks."""
     length, tp = s.run.train.seq_length, s.run.parallel.tp
     if s.run.parallel.sequence_parallel and length % tp:
         yield (
@@ -99,7 +99,7 @@ def _sequence_parallel_problem(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("pipeline-split", needs_sizes=True)
 def _pipeline_split_problem(s: ConfigRuleInput) -> str:
-    """The layers can be cut into the pipeline's stages, in one way."""
+    """The layers divide into the stages of the pipeline, by one method."""
     parallel = s.run.parallel
     if parallel.num_layers_per_virtual_pipeline_stage and (
         parallel.decoder_first_pipeline_num_layers is not None or parallel.decoder_last_pipeline_num_layers is not None
@@ -173,7 +173,7 @@ def _padded_vocabulary_problem(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("fully-sharded")
 def _fsdp_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """FSDP2 is given nothing that it does itself, and no layout that it cannot serve."""
+    """FSDP2 is not combined with what it does itself, or with a layout that it does not support."""
     parallel = s.run.parallel
     if not parallel.use_torch_fsdp2:
         alone = parallel.torch_fsdp2_no_reshard_after_forward

@@ -66,7 +66,7 @@ def _decoder_length_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("activation")
 def _multiple_activations_problem(s: ConfigRuleInput) -> str:
-    """One activation is chosen."""
+    """One activation function is chosen."""
     model = s.run.model
     names = ("swiglu", "quick_geglu", "squared_relu", "relu", "openai_gelu" if not model.geglu else "geglu")
     chosen = [flag_name(name) for name in names if getattr(model, name)]
@@ -75,7 +75,7 @@ def _multiple_activations_problem(s: ConfigRuleInput) -> str:
 
 @config_rule("relative-positions")
 def _relative_bias_problem(s: ConfigRuleInput) -> str:
-    """Relative positions belong to T5 and tell distances apart."""
+    """Relative positions are for T5 only, with valid numbers of buckets and distances."""
     model, rope = s.run.model, s.run.model.rope
     if rope.position_embedding_type != "relative":
         return ""
@@ -129,7 +129,7 @@ def _t5_norm_placement_problem(model: ModelConfig) -> str:
 
 @config_rule("norms")
 def _norm_problem(s: ConfigRuleInput) -> str:
-    """Norms stand in one place, of the networks that know it."""
+    """Norms have one placement, which the network supports."""
     model = s.run.model
     if problem := _norm_placement_problem(model) or _t5_norm_placement_problem(model):
         return problem
@@ -144,7 +144,7 @@ def _norm_problem(s: ConfigRuleInput) -> str:
 
 @config_rule("dropout")
 def _dropout_range_problem(s: ConfigRuleInput) -> str:
-    """Dropout is a share below 1."""
+    """A dropout rate is at least 0 and below 1."""
     wrong = [
         f"{flag_name(name)} {getattr(s.run.model, name)}"
         for name in ("hidden_dropout", "attention_dropout")
@@ -155,7 +155,7 @@ def _dropout_range_problem(s: ConfigRuleInput) -> str:
 
 @config_rule("recompute")
 def _recompute_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """The parts of recomputation belong to the granularity that is chosen."""
+    """Recomputation settings belong to the granularity that is chosen."""
     choice = s.run.recompute
     full = choice.recompute_granularity == "full"
     if full and choice.recompute_method is None:
@@ -174,7 +174,7 @@ def _recompute_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("kernels")
 def _kernel_choice_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Kernels that are asked for by name are known."""
+    """Kernels that are requested by name exist."""
     kernels = s.run.model.kernels
     yield from (unknown := list(kernels.kernel_flag_problems(compiles=s.run.compilation.compile)))
     for word in () if unknown else kernels.kernel:
@@ -207,7 +207,7 @@ def _why_kernel_unused(run: RunConfig, op: str) -> str:
 
 @config_rule("compilation")
 def _unused_compile_flags_problem(s: ConfigRuleInput) -> str:
-    """What is said of the compiler has one, and kernels to make."""
+    """Compiler settings are given only with --compile, and the compiler has something to compile."""
     config = s.run.compilation
     given = non_default_flags(config, ("compile_mode", "compile_backend"))
     if not config.compile:

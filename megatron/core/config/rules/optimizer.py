@@ -28,7 +28,7 @@ def _optimizer_offload_problems(config: OptimizerConfig) -> Iterator[str]:
 
 @config_rule("update-rule")
 def update_rule_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """What is said of an update rule belongs to the one that is chosen."""
+    """Settings of an optimizer are given only with that optimizer."""
     config = s.run.optimizer
     names = [field.name for field in fields(OptimizerConfig)]
     for prefix, chosen in (
@@ -54,7 +54,7 @@ def update_rule_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("low-precision-state")
 def optimizer_dtype_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Formats of the optimizer's state fit the update rule and the weights."""
+    """The number formats of optimizer state fit the optimizer and the weights."""
     run = s.run
     precision = run.precision
     if not precision.use_precision_aware_optimizer:
@@ -79,7 +79,7 @@ def optimizer_dtype_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("activation-offloading")
 def activation_offload_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Activations that wait in the CPU's memory are chosen in one way, and can be taken from their layers."""
+    """Activation offloading is chosen by one method, and the layers support it."""
     config = s.run.offload
     if not config.offloads_activations:
         yield from _unused_flags_problem(

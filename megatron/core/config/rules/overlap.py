@@ -11,7 +11,7 @@ from megatron.core.config.settings.run import RunConfig
 
 @config_rule("overlap")
 def overlap_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """What is overlapped is done at all, in pieces that can be, and buckets have one size."""
+    """Overlapped communication takes place in the layout, can be overlapped, and buckets have one size."""
     run = s.run
     parallel = run.parallel
     if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:

@@ -36,7 +36,7 @@ def _other_recipe_flag_problems(run: RunConfig) -> Iterator[str]:
 
 @config_rule("low-precision", needs_sizes=True)
 def low_precision_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Matrices of 8 or 4 bits have one recipe, its settings and no others, and layers that use it."""
+    """Low-precision matmuls have one recipe, only settings of that recipe, and layers that use it."""
     run = s.run
     low, _num_layers = run.precision.low, run.model.encoder_or_decoder_depth()
     if not low.recipe_name:
@@ -79,7 +79,7 @@ def _fp8_param_gather_problems(run: RunConfig) -> Iterator[str]:
 
 @config_rule("low-precision-sizes", needs_sizes=True)
 def low_precision_size_problems(s: ConfigRuleInput) -> str:
-    """Every tensor rank holds whole blocks of the matrices that are multiplied in 8 or 4 bits."""
+    """Every tensor rank holds whole scaling blocks of the matrices of low-precision matmuls."""
     multiple, unfit = s.run.precision.low.matrix_size_multiple, dict[str, None]()
     for what, size, ranks in _low_precision_matrix_sizes(s.run):
         if size % ranks == 0 and size // ranks % multiple:  # what cannot be divided is another rule's

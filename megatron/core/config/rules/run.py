@@ -12,7 +12,7 @@ from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_de
 
 @config_rule("required")
 def _missing_settings_problem(setting: ConfigRuleInput) -> str:
-    """Sizes that follow from nothing else are given."""
+    """Every size that no other setting determines is given."""
     run = setting.run
     of_model = [
         name for name in ("num_layers", "hidden_size", "num_attention_heads") if getattr(run.model, name) is None
@@ -95,7 +95,7 @@ def _learning_rate_problem(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("number-formats")
 def _dtype_flags_problem(s: ConfigRuleInput) -> Iterator[str]:
-    """One number format is chosen, and what belongs to a format comes with it."""
+    """One number format is chosen, and settings of a format are given only with it."""
     precision = s.run.precision
     chosen = [flag_name(name) for name in ("fp16", "bf16", "fp64") if getattr(precision, name)]
     if len(chosen) > 1:
@@ -108,7 +108,7 @@ def _dtype_flags_problem(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("samples-in-training")
 def _eval_generate_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Prompts are continued in training by a network that generates text, in some tokens."""
+    """Sampling during training needs a network that generates text, and a number of tokens."""
     train = s.run.train
     online = s.run.data.multimodal.online_evaluation_config
     if online is not None and s.run.parallel.context_parallel_size > 1:
@@ -132,7 +132,7 @@ def _eval_generate_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("elastic")
 def _elastic_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """A run that fits itself to its ranks keeps its batches and has something to go on from."""
+    """An elastic run keeps its global batch size and has a checkpoint folder to resume from."""
     run = s.run
     if not run.parallel.elastic:
         return

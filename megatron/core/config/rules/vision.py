@@ -16,7 +16,7 @@ def _reads_images(s: ConfigRuleInput) -> bool:
 
 @config_rule("images")
 def _unused_image_flags_problem(s: ConfigRuleInput) -> str:
-    """What belongs to images is given where there are some."""
+    """Image settings are given only for a network that reads images."""
     if _reads_images(s):
         return ""
     given = non_default_flags(s.run.model.vision) + non_default_flags(s.run.data.multimodal)
@@ -83,7 +83,7 @@ def _image_sequence_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("image-tiles", needs_sizes=True)
 def _tile_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Tiles have their flags."""
+    """Flags of image tiles are given only with tiling, and with valid values."""
     data = s.run.data.multimodal
     if not _reads_images(s):
         return
@@ -122,7 +122,7 @@ def _smolvlm_tile_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("image-classifier", needs_sizes=True)
 def _image_classifier_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """A vision transformer by itself keeps each image whole on every rank."""
+    """An image classifier keeps each image whole on every rank."""
     if s.run.model.architecture != "vit":
         return
     parallel = s.run.parallel
