@@ -337,7 +337,10 @@ class CheckpointSaver:
         return hashes
 
     def _advance_stage(self) -> SaveOutcome | None:
-        """Once all ranks' jobs have ended, start the commit (returns None), or return the outcome. Collective."""
+        """Start the commit and return None, or return the outcome of a save that failed or is committed. Collective.
+
+        To be called only when the jobs of all ranks have ended.
+        """
         in_flight = self._in_flight
         assert in_flight is not None, "a save is on its way"
         if in_flight.commits:

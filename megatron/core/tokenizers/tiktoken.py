@@ -134,7 +134,10 @@ def _named_and_filler_token_ids(names: Sequence[str], num_special: int) -> dict[
 def _parse_plain_merge_ranks(
     model: str | Path, pattern: str, vocab_size: int | None, num_special: int | None, names: Sequence[str] | None
 ) -> Layout:
-    """Read a rank file in tiktoken's format: return the bytes of each rank, the id of each, and special tokens by name."""
+    """Read a rank file in tiktoken's format: return the bytes of each rank, the id of each, and special tokens by name.
+
+    `ConfigError` if vocab_size or num_special is given: they are for JSON rank files. names: None for the built-in ones.
+    """
     for flag, value in (("--vocab-size", vocab_size), ("--tiktoken-num-special-tokens", num_special)):
         if value is not None:
             raise ConfigError(f"{flag} {value} is for JSON rank files; leave it out for {model}")

@@ -70,7 +70,11 @@ def main_weights_to_read_instead(trainer: Trainer, formats: Formats) -> dict[str
 
 
 def resolve_missing_weights(trainer: Trainer, state: Tree, formats: Formats) -> tuple[Tree, dict[str, str]]:
-    """(the state without what keeps its initial values, name -> what is read in its place): see `ParamSpec.starts_from`."""
+    """Return (the state without weights that keep their initial values, name -> name of what is read instead).
+
+    Read instead: fp32 main weights (`optimizer.master.*`) for weights saved in another dtype, and for a weight that the
+    checkpoint lacks the one that `ParamSpec.starts_from` names.
+    """
     replacements = main_weights_to_read_instead(trainer, formats)
     for param in (param for stage in trainer.stages for param in stage.parameters()):
         name, start = f"model.{param_spec_of(param).name}", param_spec_of(param).starts_from
