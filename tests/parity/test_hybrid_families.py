@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf, hf_export
 from megatron.core.families.bamba import BAMBA
-from megatron.core.families.config_json import ErrorCollectingConfigReader
 from megatron.core.families.parameter_mapping import ParameterMapping
 from megatron.core.families.registry import FAMILIES
 from megatron.core.parallel.boxes import whole_box
@@ -108,17 +108,17 @@ def _gradients(network: Any, ids: Tensor, targets: Tensor, folder: Path) -> hf.H
     return hf.open_hf_folder(folder)
 
 
-def _attention_a_layer_later(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _attention_a_layer_later(keys: ForeignMapping) -> dict[str, Any]:
     settings = BAMBA.read_config(keys)
     pattern = settings["hybrid_layer_pattern"]
     return {**settings, "hybrid_layer_pattern": pattern[-2:] + pattern[:-2]}
 
 
-def _whole_heads_turned(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _whole_heads_turned(keys: ForeignMapping) -> dict[str, Any]:
     return {**BAMBA.read_config(keys), "rotary_percent": 1.0}
 
 
-def _without_limits_of_steps(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _without_limits_of_steps(keys: ForeignMapping) -> dict[str, Any]:
     return {**BAMBA.read_config(keys), "mamba_time_step_limit": ()}
 
 

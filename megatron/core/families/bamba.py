@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import ErrorCollectingConfigReader, PlainKeys, read_plain_keys, write_plain_keys
+from megatron.core.families.config_json import PlainKeys, read_plain_keys, write_plain_keys
 from megatron.core.families.llama import NO_BIAS, attention_mappings, mlp_mappings, read_llama_keys, write_llama_keys
 from megatron.core.families.nemotron_h import mamba_mappings, mamba_time_step_limit_value, read_mamba_time_step_limits
 from megatron.core.families.parameter_mapping import (
@@ -42,7 +43,7 @@ _NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "pre_ff_lay
 _SHARE = 0.5  # of a head that is rotated, where a config does not say
 
 
-def _read_mamba_keys(keys: ErrorCollectingConfigReader, inner: int) -> dict[str, Any]:
+def _read_mamba_keys(keys: ForeignMapping, inner: int) -> dict[str, Any]:
     """Read the settings of the Mamba-2 mixers. inner: channels of all heads."""
     keys.pop_or_none("mamba_expand")
     heads, size = keys.positive_int("mamba_n_heads", 128), keys.pop_or_none("mamba_d_head")
@@ -56,7 +57,7 @@ def _read_mamba_keys(keys: ErrorCollectingConfigReader, inner: int) -> dict[str,
     }
 
 
-def _read_bamba_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_bamba_config(keys: ForeignMapping) -> dict[str, Any]:
     keys.pop_or_none("partial_rotary_factor")  # which the class passes over
     share = pop_partial_rotary_factor(keys, _SHARE)
     keys.set_key_defaults(rms_norm_eps=1e-5)
@@ -100,7 +101,7 @@ def _mamba_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _read_falcon_h1_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_falcon_h1_config(keys: ForeignMapping) -> dict[str, Any]:
     keys.set_key_defaults(rms_norm_eps=1e-5)
     normed, before = keys.boolean("mamba_rms_norm", False), keys.boolean("mamba_norm_before_gate", True)
     settings = read_llama_keys(keys)

@@ -15,10 +15,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import (
     TANH_GELU,
-    ErrorCollectingConfigReader,
     PlainKeys,
     architectures_of,
     preserved_keys,
@@ -69,7 +69,7 @@ _KEYS: PlainKeys = {
 }
 
 
-def _read_bert_config(keys: ErrorCollectingConfigReader, *, norms: Mapping[str, bool], pairs: str) -> dict[str, Any]:
+def _read_bert_config(keys: ForeignMapping, *, norms: Mapping[str, bool], pairs: str) -> dict[str, Any]:
     """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`.
 
     norms: settings of the places of the norms. pairs: name of the class that always has the head for pairs of texts.
@@ -78,7 +78,7 @@ def _read_bert_config(keys: ErrorCollectingConfigReader, *, norms: Mapping[str, 
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     if hidden % heads:
         keys.problems.append(f"hidden_size: {hidden} is not a multiple of num_attention_heads, {heads}")
-    if keys.config.get("is_decoder"):
+    if keys.mapping.get("is_decoder"):
         keys.problems.append("is_decoder: True has no counterpart here; False has")
     activation = keys.one_of("hidden_act", ("gelu", *TANH_GELU), "gelu")
     keys.one_of("position_embedding_type", ("absolute",), "absolute")
@@ -92,7 +92,7 @@ def _read_bert_config(keys: ErrorCollectingConfigReader, *, norms: Mapping[str, 
         "add_bias_linear": True,
         "openai_gelu": activation in TANH_GELU,
         "untie_embeddings_and_output_weights": False,
-        "bert_binary_head": pairs in architectures_of(keys.config),
+        "bert_binary_head": pairs in architectures_of(keys.mapping),
     }
 
 

@@ -8,29 +8,43 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.config.flags import config_to_flat_dict
+from megatron.core.config.foreign_mapping import ForeignMapping, short_value
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, PositionConfig
 
-# Keys that do not change what the network computes: names, ids of special tokens, generation, training, caches.
-IGNORED = frozenset(
-    """
-    _commit_hash _name_or_path architectures attn_implementation auto_map bos_token_id chunk_size_feed_forward
-    diversity_penalty do_sample dtype early_stopping eos_token_id finetuning_task forced_bos_token_id
-    forced_eos_token_id gradient_checkpointing id2label is_decoder is_llama_config keys_to_ignore_at_inference
-    label2id length_penalty max_length max_sequence_length min_length model_type n_ctx no_repeat_ngram_size
-    num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_past output_scores
-    pad_token_id prefix pretraining_tp problem_type reorder_and_upcast_attn repetition_penalty return_dict
-    return_dict_in_generate sep_token_id decoder_start_token_id suppress_tokens begin_suppress_tokens bad_words_ids
-    encoder_no_repeat_ngram_size remove_invalid_values exponential_decay_length_penalty summary_activation
-    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params temperature
-    tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p
-    unsloth_fixed unsloth_version use_cache
-    """.split()
+# Why keys change nothing of what the network computes, and which they are.
+_HARMLESS = (
+    (
+        "names and versions of programs and files",
+        """_commit_hash _name_or_path architectures auto_map is_llama_config model_type prefix tokenizer_class
+        transformers.js_config transformers_version unsloth_fixed unsloth_version""",
+    ),
+    (
+        "how generation ends and samples, which generation_config.json says",
+        """bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty do_sample early_stopping
+        encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty forced_bos_token_id
+        forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams
+        num_return_sequences pad_token_id remove_invalid_values repetition_penalty sep_token_id suppress_tokens
+        temperature top_k top_p typical_p""",
+    ),
+    (
+        "how transformers runs the network and what it returns",
+        """attn_implementation chunk_size_feed_forward dtype gradient_checkpointing keys_to_ignore_at_inference
+        output_attentions output_hidden_states output_past output_scores pretraining_tp reorder_and_upcast_attn
+        return_dict return_dict_in_generate torch_dtype torchscript use_cache""",
+    ),
+    (
+        "heads and tasks beside language modeling",
+        """finetuning_task id2label is_decoder label2id problem_type summary_activation summary_first_dropout
+        summary_proj_to_labels summary_type summary_use_proj task_specific_params""",
+    ),
+    ("a second name of the sequence length", "max_sequence_length n_ctx"),
 )
+IGNORED: Mapping[str, str] = {name: reason for reason, names in _HARMLESS for name in names.split()}
 
 # Keys that say how experts are balanced while they are trained.
 BALANCE = ("aux_loss_alpha", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "seq_aux")
@@ -41,85 +55,16 @@ TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # one formula by thr
 PlainKeys = Mapping[str, tuple[str, int | float | bool | None]]
 
 
-class ErrorCollectingConfigReader:
-    """The keys of a config.json, taken one by one. config: all of it. problems: what is wrong or cannot be expressed, a line each.
-
-    A key that is missing or of a wrong kind is noted, and something harmless is returned, so that all are found at once.
-    """
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-        self._left = {name: value for name, value in config.items() if name not in IGNORED}
-        self.problems: list[str] = []
-
-    def positive_int(self, name: str, default: int | None = None) -> int:
-        """Take a positive integer; null counts as missing. A problem is noted, and 1 returned, for anything else."""
-        value = self._pop_or_default(name, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        self.problems.append(f"{name}: {_short_value(value)} is not a positive whole number")
-        return 1
-
-    def positive_int_or_none(self, name: str) -> int | None:
-        """Take a positive integer, or return None if the key is missing or null."""
-        return self.positive_int(name) if self._left.get(name) is not None else self.pop_or_none(name)
-
-    def non_negative_float(self, name: str, default: float | None = None, *, positive: bool = False) -> float:
-        """Take a finite number from 0 on, with `positive` above 0. A problem is noted, and 1.0 returned, for others."""
-        value = self._pop_or_default(name, default)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number and math.isfinite(value) and (value > 0 or value == 0 and not positive):
-            return float(value)
-        self.problems.append(
-            f"{name}: {_short_value(value)} is not a {'positive number' if positive else 'number from 0 on'}"
-        )
-        return 1.0
-
-    def boolean(self, name: str, default: bool) -> bool:
-        """Take true or false; null counts as missing. A problem is noted for anything else."""
-        value = self._pop_or_default(name, default)
-        if not isinstance(value, bool):
-            self.problems.append(f"{name}: {_short_value(value)} is neither true nor false")
-        return value is True
-
-    def one_of(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
-        """Take a value; a problem is noted if it is not among those allowed. default: if the key is missing or null."""
-        value = self._pop_or_default(name, default)
-        if value not in allowed:
-            self.problems.append(
-                f"{name}: {_short_value(value)} has no counterpart here; "
-                f"{' or '.join(_short_value(one) for one in allowed)} has"
-            )
-        return value
-
-    def pop_or_none(self, name: str) -> Any:
-        """Take a value as it is; None if it is missing."""
-        return self._left.pop(name, None)
-
-    def ignore_keys(self, *names: str) -> None:
-        """Ignore these keys, as they say nothing of the network; without names, all keys not yet taken."""
-        self._left = {name: value for name, value in self._left.items() if names and name not in names}
-
-    def set_key_defaults(self, **usual: Any) -> None:
-        """Set values for keys that are missing."""
-        self._left = {**usual, **self._left}
-
-    def all_problems(self, silent: Collection[str] = ()) -> list[str]:
-        """All problems, those of keys that nobody asked for included, but for those that are silent about the network."""
-        strangers = [
-            f"{name}: {_short_value(value)} is unknown here and may change the network; if it does not, take it out of "
-            "config.json"
-            for name, value in self._left.items()
-            if name not in silent and value not in (None, False, {}, [])
-        ]
-        return self.problems + strangers
-
-    def _pop_or_default(self, name: str, default: Any) -> Any:
-        value = self._left.pop(name, None)
-        return default if value is None else value
+def config_json_keys(config: Mapping[str, Any]) -> ForeignMapping:
+    """Return the keys of a config.json, to be taken one by one."""
+    return ForeignMapping(
+        config,
+        harmless=IGNORED,
+        advice="is unknown here and may change the network; if it does not, take it out of config.json",
+    )
 
 
-def read_plain_keys(keys: ErrorCollectingConfigReader, table: PlainKeys) -> dict[str, Any]:
+def read_plain_keys(keys: ForeignMapping, table: PlainKeys) -> dict[str, Any]:
     """Read the settings of a table: flags, numbers from 0 on and positive integers, by the type of their default."""
     takes: dict[type, Callable[[str, Any], Any]] = {bool: keys.boolean, float: keys.non_negative_float}
     return {setting: takes.get(type(usual), keys.positive_int)(key, usual) for key, (setting, usual) in table.items()}
@@ -137,7 +82,7 @@ def architectures_of(config: Mapping[str, Any]) -> list[str]:
     return [named] if isinstance(named, str) else [str(name) for name in named] if isinstance(named, Iterable) else []
 
 
-def read_rope_keys(keys: ErrorCollectingConfigReader, *, base: float = 10000.0, latent: bool = False) -> dict[str, Any]:
+def read_rope_keys(keys: ForeignMapping, *, base: float = 10000.0, latent: bool = False) -> dict[str, Any]:
     """Read the settings of rotary positions from `rope_theta` and `rope_scaling`, or `rope_parameters`, which holds
     both. base: default of rope_theta. latent: whether the network has latent attention.
     """
@@ -152,7 +97,7 @@ def read_rope_keys(keys: ErrorCollectingConfigReader, *, base: float = 10000.0, 
     }
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
-    inner = ErrorCollectingConfigReader({"rope_theta": given_base, **given})
+    inner = ForeignMapping({"rope_theta": given_base, **given})
     settings: dict[str, Any] = {
         "position_embedding_type": "rope",
         "rotary_base": inner.non_negative_float("rope_theta", base, positive=True),
@@ -178,13 +123,13 @@ def read_rope_keys(keys: ErrorCollectingConfigReader, *, base: float = 10000.0, 
             **_read_yarn_keys(inner),
         }
     elif kind != "default":
-        keys.problems.append(f"rope_type: {_short_value(kind)} is not built here; default, linear, llama3 and yarn are")
+        keys.problems.append(f"rope_type: {short_value(kind)} is not built here; default, linear, llama3 and yarn are")
         return settings
     keys.problems += [f"rotary positions: {problem}" for problem in inner.all_problems()]
     return settings
 
 
-def _read_yarn_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_yarn_keys(keys: ForeignMapping) -> dict[str, Any]:
     factor, mscale, every = (
         keys.non_negative_float("factor", positive=True),
         keys.non_negative_float("mscale", 0.0),
@@ -286,13 +231,8 @@ def preserved_keys(like: Mapping[str, Any], *more: str) -> dict[str, Any]:
     return {name: value for name, value in like.items() if name in IGNORED or name in more}
 
 
-def _dict_else_note_problem(keys: ErrorCollectingConfigReader, name: str, value: Any) -> dict[str, Any]:
+def _dict_else_note_problem(keys: ForeignMapping, name: str, value: Any) -> dict[str, Any]:
     if value is None or isinstance(value, Mapping):
         return dict(value or {})
-    keys.problems.append(f"{name}: {_short_value(value)} is not an object")
+    keys.problems.append(f"{name}: {short_value(value)} is not an object")
     return {}
-
-
-def _short_value(value: Any) -> str:
-    text = "nothing" if value is None else f"{value!r}"
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -13,16 +13,10 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import (
-    BALANCE,
-    ErrorCollectingConfigReader,
-    PlainKeys,
-    format_layer_freq,
-    read_plain_keys,
-    write_plain_keys,
-)
+from megatron.core.families.config_json import BALANCE, PlainKeys, format_layer_freq, read_plain_keys, write_plain_keys
 from megatron.core.families.llama import (
     NO_BIAS,
     decoder_layer_mappings,
@@ -66,7 +60,7 @@ _KEYS: PlainKeys = {
 _EPSILON = 1e-6  # of the norms of latent vectors, whatever the others have
 
 
-def _read_deepseek_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_deepseek_keys(keys: ForeignMapping) -> dict[str, Any]:
     """Read the settings that V2 and V3 have in common."""
     keys.ignore_keys("head_dim")
     keys.one_of("mlp_bias", (False,), False)
@@ -103,13 +97,13 @@ def _read_deepseek_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     }
 
 
-def read_routed_scaling_factor(keys: ErrorCollectingConfigReader) -> dict[str, float | None]:
+def read_routed_scaling_factor(keys: ForeignMapping) -> dict[str, float | None]:
     """Read the factor of what the experts return; 1 is none."""
     factor = keys.non_negative_float("routed_scaling_factor", 1.0)
     return {"moe_router_topk_scaling_factor": None if factor == 1.0 else factor}
 
 
-def read_group_limited_routing_keys(keys: ErrorCollectingConfigReader, score: str, *, used: bool) -> dict[str, Any]:
+def read_group_limited_routing_keys(keys: ForeignMapping, score: str, *, used: bool) -> dict[str, Any]:
     """Read the settings of group-limited routing; {} without it.
 
     score: how a group is scored, "sum" or "max". used: whether the network limits groups at all.
@@ -119,7 +113,7 @@ def read_group_limited_routing_keys(keys: ErrorCollectingConfigReader, score: st
     return settings if used and groups > 1 else {}
 
 
-def note_sigmoid_routing_problems(keys: ErrorCollectingConfigReader, settings: Mapping[str, Any]) -> None:
+def note_sigmoid_routing_problems(keys: ForeignMapping, settings: Mapping[str, Any]) -> None:
     """Note what of a routing by normalized sigmoids has no counterpart here."""
     used, groups = settings["moe_router_topk"], settings.get("moe_router_group_topk")
     if groups and used // groups != 2:
@@ -158,7 +152,7 @@ def _deepseek_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[s
     }
 
 
-def _read_v2_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_v2_config(keys: ForeignMapping) -> dict[str, Any]:
     method = keys.one_of("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     keys.one_of("scoring_func", ("softmax",), "softmax")
     return {
@@ -173,7 +167,7 @@ def _write_v2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, A
     return {**_deepseek_config_keys(model, like), "topk_method": method}
 
 
-def _read_v3_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_v3_config(keys: ForeignMapping) -> dict[str, Any]:
     keys.one_of("topk_method", ("noaux_tc",), "noaux_tc")
     keys.one_of("scoring_func", ("sigmoid",), "sigmoid")
     settings = {**_read_deepseek_keys(keys), **read_group_limited_routing_keys(keys, "sum", used=True)}

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import (
     TANH_GELU,
-    ErrorCollectingConfigReader,
     preserved_keys,
     sliding_window_to_settings,
     window_and_layers_of_model,
@@ -34,7 +34,7 @@ _NORMS = {
 }
 
 
-def _read_gemma_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_gemma_keys(keys: ForeignMapping) -> dict[str, Any]:
     """The settings that all of them have."""
     keys.set_key_defaults(head_dim=_HEAD_SIZE)
     for name in _ACTIVATIONS:  # "gelu" is the older word for the tanh formula here, and here alone
@@ -60,7 +60,7 @@ def _write_gemma_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str
     return _write_gemma_keys(model, like, "hidden_act")
 
 
-def _read_gemma2_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_gemma2_config(keys: ForeignMapping) -> dict[str, Any]:
     settings = _read_gemma_keys(keys)
     layers, window = settings["num_layers"], keys.positive_int("sliding_window", 4096)
     kinds = keys.pop_or_none("layer_types")
@@ -82,9 +82,9 @@ def _read_gemma2_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     }
 
 
-def _read_soft_cap(keys: ErrorCollectingConfigReader, name: str, usual: float) -> float | None:
+def _read_soft_cap(keys: ForeignMapping, name: str, usual: float) -> float | None:
     """Read a soft cap: None if the key is null, `usual` if it is missing."""
-    if keys.config.get(name, usual) is None:
+    if keys.mapping.get(name, usual) is None:
         return None
     return keys.non_negative_float(name, usual, positive=True)
 

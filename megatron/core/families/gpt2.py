@@ -10,15 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import (
-    TANH_GELU,
-    ErrorCollectingConfigReader,
-    PlainKeys,
-    preserved_keys,
-    read_plain_keys,
-    write_plain_keys,
-)
+from megatron.core.families.config_json import TANH_GELU, PlainKeys, preserved_keys, read_plain_keys, write_plain_keys
 from megatron.core.families.parameter_mapping import (
     BIASED,
     Family,
@@ -42,7 +36,7 @@ _KEYS: PlainKeys = {
 }
 
 
-def _read_gpt2_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_gpt2_config(keys: ForeignMapping) -> dict[str, Any]:
     settings = read_plain_keys(keys, _KEYS)
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     if hidden % heads:

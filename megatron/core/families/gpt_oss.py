@@ -12,13 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import (
-    BALANCE,
-    ErrorCollectingConfigReader,
-    sliding_window_to_settings,
-    window_and_layers_of_model,
-)
+from megatron.core.families.config_json import BALANCE, sliding_window_to_settings, window_and_layers_of_model
 from megatron.core.families.llama import attention_mappings, decoder_mappings, read_llama_keys, write_llama_keys
 from megatron.core.families.parameter_mapping import (
     BIASED,
@@ -51,7 +47,7 @@ _GATED_BIAS = ReversibleTensorConversion(
 )
 
 
-def read_gpt_oss_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def read_gpt_oss_config(keys: ForeignMapping) -> dict[str, Any]:
     """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`."""
     keys.one_of("swiglu_alpha", (1.702,), 1.702)
     settings, used = read_llama_keys(keys, base=150000.0), keys.positive_int("num_experts_per_tok", 4)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import (
-    ErrorCollectingConfigReader,
     PlainKeys,
     read_plain_keys,
     read_rope_keys,
@@ -54,7 +54,7 @@ _KEYS: PlainKeys = {
 
 
 def read_llama_keys(
-    keys: ErrorCollectingConfigReader, *, tied: bool = False, base: float = 10000.0, latent: bool = False
+    keys: ForeignMapping, *, tied: bool = False, base: float = 10000.0, latent: bool = False
 ) -> dict[str, Any]:
     """Read the settings that all Llama-like networks have. tied, base: defaults; latent: see `read_rope_keys`."""
     settings = read_plain_keys(keys, _KEYS)
@@ -157,7 +157,7 @@ def parameter_mappings(model: ModelConfig, norms: Mapping[str, str] = NORMS) -> 
     return decoder_mappings(model, attention_mappings, {"dense": mlp_mappings}, norms)
 
 
-def _read_llama_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_llama_config(keys: ForeignMapping) -> dict[str, Any]:
     attention, mlp = keys.boolean("attention_bias", False), keys.boolean("mlp_bias", False)
     if attention != mlp:
         keys.problems.append(
@@ -175,7 +175,7 @@ def _write_llama_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str
     }
 
 
-def read_sliding_window_settings(keys: ErrorCollectingConfigReader, settings: Mapping[str, Any]) -> dict[str, Any]:
+def read_sliding_window_settings(keys: ForeignMapping, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Read `sliding_window` as settings for all layers; {} if it covers every position."""
     window = keys.positive_int("sliding_window", settings["max_position_embeddings"])
     return sliding_window_to_settings(window, [window < settings["max_position_embeddings"]] * settings["num_layers"])
@@ -190,7 +190,7 @@ def write_sliding_window_key(model: ModelConfig, like: Mapping[str, Any]) -> dic
     }
 
 
-def _read_mistral_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_mistral_config(keys: ForeignMapping) -> dict[str, Any]:
     settings = read_llama_keys(keys)
     return {**settings, **read_sliding_window_settings(keys, settings)}
 

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.config.vision import vision_encoder_config
-from megatron.core.families.config_json import ErrorCollectingConfigReader, preserved_keys
+from megatron.core.families.config_json import config_json_keys, preserved_keys
 from megatron.core.families.parameter_mapping import BIASED, Family, ParameterMapping, module_mappings
 from megatron.core.families.vision import (
     read_vision_encoder_config,
@@ -71,13 +72,13 @@ class VLMCheckpointFormat:
     tower: str
     projector: Mapping[str, str]
     language: Callable[[str, str], str]
-    reads: Callable[[ErrorCollectingConfigReader, str], dict[str, Any]]
+    reads: Callable[[ForeignMapping, str], dict[str, Any]]
     writes: Callable[[VisionConfig], dict[str, Any]]
     head: tuple[str, str]
     vision_defaults: Mapping[str, Any]
 
 
-def _read_feature_select_strategy(keys: ErrorCollectingConfigReader, kind: str) -> dict[str, Any]:
+def _read_feature_select_strategy(keys: ForeignMapping, kind: str) -> dict[str, Any]:
     """Read which tokens of the encoder are used; the activation of the projector is checked."""
     strategies = ("full",) if kind == "siglip" else ("default", "full")
     strategy = keys.one_of("vision_feature_select_strategy", strategies, "default")
@@ -85,17 +86,17 @@ def _read_feature_select_strategy(keys: ErrorCollectingConfigReader, kind: str) 
     return {"disable_vision_class_token": kind != "siglip" and strategy == "default"}
 
 
-def _read_llava_keys(keys: ErrorCollectingConfigReader, kind: str) -> dict[str, Any]:
+def _read_llava_keys(keys: ForeignMapping, kind: str) -> dict[str, Any]:
     bias = keys.boolean("multimodal_projector_bias", True)
     return {**_read_feature_select_strategy(keys, kind), "vision_projection_bias": bias}
 
 
-def _read_internvl_keys(keys: ErrorCollectingConfigReader, kind: str) -> dict[str, Any]:
+def _read_internvl_keys(keys: ForeignMapping, kind: str) -> dict[str, Any]:
     keys.one_of("downsample_ratio", (0.5,), 0.5)
     return {**_read_feature_select_strategy(keys, kind), "vision_projection_norm": True, "pixel_shuffle": True}
 
 
-def _read_smolvlm_keys(keys: ErrorCollectingConfigReader, kind: str) -> dict[str, Any]:
+def _read_smolvlm_keys(keys: ForeignMapping, kind: str) -> dict[str, Any]:
     factor = keys.positive_int("scale_factor", 2)
     return {
         "vision_projection_type": "affine",
@@ -201,9 +202,7 @@ class DecoderFamilies:
         return next((one for one in self.families if self.fits(alone, one)), self.families[0]), alone
 
 
-def _read_vlm_config(
-    keys: ErrorCollectingConfigReader, *, decoders: DecoderFamilies, shape: VLMCheckpointFormat
-) -> dict[str, Any]:
+def _read_vlm_config(keys: ForeignMapping, *, decoders: DecoderFamilies, shape: VLMCheckpointFormat) -> dict[str, Any]:
     """Read our settings of a vision-language model from the keys of its config.json: of the language model, the encoder
     and the projector. decoders: families of the language model; shape: the format of the folder.
     """
@@ -216,7 +215,7 @@ def _read_vlm_config(
         keys.problems.append(f"vision_config: model_type: {vision.get('model_type')} has no counterpart here")
         keys.ignore_keys()
         return settings
-    inner = ErrorCollectingConfigReader(vision)
+    inner = config_json_keys(vision)
     sizes = read_vision_encoder_config(inner, kind)
     keys.problems += [f"vision_config: {problem}" for problem in inner.all_problems()]
     depth = sizes.pop("num_layers")
@@ -233,9 +232,7 @@ def _read_vlm_config(
     }
 
 
-def _text_and_vision_configs(
-    keys: ErrorCollectingConfigReader, shape: VLMCheckpointFormat
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _text_and_vision_configs(keys: ForeignMapping, shape: VLMCheckpointFormat) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the configs of the language model and of the encoder, without keys that say nothing of the network."""
     text, vision = (keys.pop_or_none(name) or {} for name in ("text_config", "vision_config"))
     if shape.layer is not None:
@@ -245,11 +242,11 @@ def _text_and_vision_configs(
     return {
         "rms_norm_eps": 1e-5,
         **text,
-        "tie_word_embeddings": keys.config.get("tie_word_embeddings") or False,
+        "tie_word_embeddings": keys.mapping.get("tie_word_embeddings") or False,
     }, vision
 
 
-def _num_used_encoder_layers(keys: ErrorCollectingConfigReader, depth: int, usual: int) -> int:
+def _num_used_encoder_layers(keys: ForeignMapping, depth: int, usual: int) -> int:
     """Return the number of the encoder's layers up to the one that is used. usual: default of vision_feature_layer."""
     layer = keys.pop_or_none("vision_feature_layer")
     layer = usual if layer is None else layer

@@ -9,14 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import (
-    BALANCE,
-    ErrorCollectingConfigReader,
-    PlainKeys,
-    read_plain_keys,
-    write_plain_keys,
-)
+from megatron.core.families.config_json import BALANCE, PlainKeys, read_plain_keys, write_plain_keys
 from megatron.core.families.llama import (
     attention_mappings,
     decoder_mappings,
@@ -62,7 +57,7 @@ def expert_mappings(
 _KEYS: PlainKeys = {"num_local_experts": ("num_experts", 8), "num_experts_per_tok": ("moe_router_topk", 2)}
 
 
-def _read_mixtral_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_mixtral_config(keys: ForeignMapping) -> dict[str, Any]:
     settings = read_llama_keys(keys, base=1e6)
     return {
         **settings,

@@ -14,15 +14,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import (
-    ErrorCollectingConfigReader,
-    PlainKeys,
-    read_plain_keys,
-    settings_from_head_counts,
-    write_plain_keys,
-)
+from megatron.core.families.config_json import PlainKeys, read_plain_keys, settings_from_head_counts, write_plain_keys
 from megatron.core.families.deepseek import (
     note_sigmoid_routing_problems,
     read_group_limited_routing_keys,
@@ -103,7 +98,7 @@ _EXPERT_KEYS: PlainKeys = {
 }
 
 
-def _read_mamba_common_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_mamba_common_keys(keys: ForeignMapping) -> dict[str, Any]:
     """Read the settings that Mamba-2 and Nemotron-H have by the same keys."""
     keys.one_of("mamba_proj_bias", (False,), False)
     settings = read_plain_keys(keys, _COMMON_KEYS)
@@ -126,7 +121,7 @@ def _float_or_json_infinity(value: Any) -> float:
     return float(value["__float__"]) if isinstance(value, Mapping) and "__float__" in value else float(value)
 
 
-def read_mamba_time_step_limits(keys: ErrorCollectingConfigReader) -> tuple[float, ...]:
+def read_mamba_time_step_limits(keys: ForeignMapping) -> tuple[float, ...]:
     """Read `time_step_limit`: (smallest, largest) time step."""
     return tuple(map(_float_or_json_infinity, keys.pop_or_none("time_step_limit") or (0.0, math.inf)))
 
@@ -139,7 +134,7 @@ def mamba_time_step_limit_value(model: ModelConfig) -> list[Any]:
     ]
 
 
-def _read_mamba2_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_mamba2_config(keys: ForeignMapping) -> dict[str, Any]:
     settings = _read_mamba_common_keys(keys)
     heads, size, layers = (
         keys.positive_int("num_heads", 128),
@@ -178,7 +173,7 @@ def _write_mamba2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[st
     }
 
 
-def _read_layer_symbols(keys: ErrorCollectingConfigReader) -> str:
+def _read_layer_symbols(keys: ForeignMapping) -> str:
     """Return one symbol for each layer, from layers_block_type or hybrid_override_pattern."""
     kinds, symbols = keys.pop_or_none("layers_block_type"), keys.pop_or_none("hybrid_override_pattern")
     keys.pop_or_none("num_hidden_layers")
@@ -192,7 +187,7 @@ def _read_layer_symbols(keys: ErrorCollectingConfigReader) -> str:
     return "".join(_SYMBOLS.get(kind, kind) for kind in kinds if str(kind) not in unknown) or "M"
 
 
-def _read_moe_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_moe_keys(keys: ForeignMapping) -> dict[str, Any]:
     keys.one_of("norm_topk_prob", (True,), True)
     keys.one_of("moe_latent_size", (None,), None)
     keys.one_of("n_shared_experts", (1,), 1)
@@ -207,7 +202,7 @@ def _read_moe_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
     return settings
 
 
-def _read_nemotron_h_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_nemotron_h_config(keys: ForeignMapping) -> dict[str, Any]:
     keys.one_of("sliding_window", (None,), None)
     settings = {**_read_mamba_common_keys(keys), **read_plain_keys(keys, _NEMOTRON_KEYS)}
     symbols, heads = _read_layer_symbols(keys), settings["num_attention_heads"]

@@ -13,9 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import ErrorCollectingConfigReader, format_layer_freq
+from megatron.core.families.config_json import format_layer_freq
 from megatron.core.families.llama import (
     NO_BIAS,
     attention_mappings,
@@ -50,7 +51,7 @@ _EPSILON = 1e-5  # of the norms of a delta net's heads
 _NORM_SETTINGS = {"norm_after_sublayer": True, "qk_layernorm": True, "qk_layernorm_across_heads": True}
 
 
-def _read_olmo_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_olmo_config(keys: ForeignMapping) -> dict[str, Any]:
     keys.set_key_defaults(rms_norm_eps=1e-5)
     return {**read_llama_keys(keys), **_NORM_SETTINGS}
 
@@ -66,9 +67,9 @@ OLMO2 = Family(
 )
 
 
-def _read_olmo_hybrid_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
-    rope = keys.config.get("rope_parameters") or {}
-    rotates = (rope if "rope_theta" in rope else keys.config).get("rope_theta", 1.0) is not None
+def _read_olmo_hybrid_config(keys: ForeignMapping) -> dict[str, Any]:
+    rope = keys.mapping.get("rope_parameters") or {}
+    rotates = (rope if "rope_theta" in rope else keys.mapping).get("rope_theta", 1.0) is not None
     settings = read_llama_keys(keys)
     heads, linear = settings["num_attention_heads"], read_delta_net_layers(keys, settings["num_layers"])
     key_heads = keys.positive_int("linear_num_key_heads", heads)

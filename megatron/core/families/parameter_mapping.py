@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import ErrorCollectingConfigReader, preserved_keys
+from megatron.core.families.config_json import config_json_keys, preserved_keys
 from megatron.core.models.parameter_names import OUTPUT, SCORE
 
 Shape = tuple[int, ...]
@@ -80,7 +81,7 @@ class Family:
     name: str
     architecture: str
     model_type: str
-    read_config: Callable[[ErrorCollectingConfigReader], dict[str, Any]]
+    read_config: Callable[[ForeignMapping], dict[str, Any]]
     write_config: Callable[[ModelConfig, Mapping[str, Any]], dict[str, Any]]
     rows: Callable[[ModelConfig], tuple[ParameterMapping, ...]]
     silent: tuple[str, ...] = ()
@@ -100,7 +101,7 @@ class Family:
 
     def settings_from_config(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return our settings, by field name, for a config.json, and what cannot be expressed, a line each."""
-        keys = ErrorCollectingConfigReader(config.get(self.within, config))
+        keys = config_json_keys(config.get(self.within, config))
         for name, value in self.pinned:
             keys.one_of(name, (value,), value)
         return self.read_config(keys), keys.all_problems(self.silent)

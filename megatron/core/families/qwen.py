@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import (
     BALANCE,
-    ErrorCollectingConfigReader,
     PlainKeys,
     format_layer_freq,
     read_plain_keys,
@@ -61,7 +61,7 @@ def _windowed_layers(layers: int, first: int, windows: str) -> list[bool]:
     return rules.get(windows, [True] * layers)
 
 
-def _read_window_keys(keys: ErrorCollectingConfigReader, layers: int, windows: str) -> dict[str, Any]:
+def _read_window_keys(keys: ForeignMapping, layers: int, windows: str) -> dict[str, Any]:
     """Read the settings of sliding windows. windows: see `_windowed_layers`."""
     used, kinds = keys.boolean("use_sliding_window", False), keys.pop_or_none("layer_types")
     window, first = keys.pop_or_none("sliding_window"), keys.pop_or_none("max_window_layers")
@@ -80,7 +80,7 @@ def _read_window_keys(keys: ErrorCollectingConfigReader, layers: int, windows: s
     return sliding_window_to_settings(window, seen)
 
 
-def read_windowed_layers(keys: ErrorCollectingConfigReader, kinds: Any, layers: int) -> list[bool]:
+def read_windowed_layers(keys: ForeignMapping, kinds: Any, layers: int) -> list[bool]:
     """Return for each layer whether it has a sliding window, from `layer_types`; kinds: its value."""
     known = {"full_attention": False, "sliding_attention": True}
     if not isinstance(kinds, Sequence) or len(kinds) != layers or set(kinds) - set(known):
@@ -108,7 +108,7 @@ def _window_config_keys(model: ModelConfig, like: Mapping[str, Any], windows: st
     return {**config, "max_window_layers": first}
 
 
-def _read_qwen_config(keys: ErrorCollectingConfigReader, windows: str) -> dict[str, Any]:
+def _read_qwen_config(keys: ForeignMapping, windows: str) -> dict[str, Any]:
     """Read the settings that all Qwen networks have. windows: see `_windowed_layers`."""
     settings = read_llama_keys(keys)
     return {**settings, **_read_window_keys(keys, settings["num_layers"], windows)}
@@ -119,7 +119,7 @@ def _write_qwen_config(model: ModelConfig, like: Mapping[str, Any], windows: str
     return {**write_llama_keys(model, like), **_window_config_keys(model, like, windows)}
 
 
-def _read_qwen2_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_qwen2_config(keys: ForeignMapping) -> dict[str, Any]:
     return {**_read_qwen_config(keys, "from"), "add_qkv_bias": True}
 
 
@@ -133,7 +133,7 @@ def write_head_dim_key(model: ModelConfig, like: Mapping[str, Any]) -> dict[str,
     return {} if plain and "head_dim" not in like else {"head_dim": model.kv_channels}
 
 
-def _read_qwen3_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_qwen3_config(keys: ForeignMapping) -> dict[str, Any]:
     return {**_read_qwen_config(keys, "from"), "qk_layernorm": True}
 
 
@@ -141,7 +141,7 @@ def _write_qwen3_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str
     return {**_write_qwen_config(model, like, "from"), "head_dim": model.kv_channels}
 
 
-def read_moe_keys(keys: ErrorCollectingConfigReader, layers: int) -> dict[str, Any]:
+def read_moe_keys(keys: ForeignMapping, layers: int) -> dict[str, Any]:
     """Read the settings of experts: which layers have them, how many, and how tokens choose."""
     step, without = keys.positive_int("decoder_sparse_step", 1), keys.pop_or_none("mlp_only_layers") or []
     sparse = [(layer + 1) % step == 0 and layer not in without for layer in range(layers)]
@@ -150,7 +150,7 @@ def read_moe_keys(keys: ErrorCollectingConfigReader, layers: int) -> dict[str, A
             f"decoder_sparse_step: {step} with mlp_only_layers: {without} leaves no layer with experts"
         )
     fewer, more = keys.pop_or_none("num_local_experts"), keys.pop_or_none("num_experts")  # one setting by two names
-    inner = ErrorCollectingConfigReader({"num_experts": more if fewer is None else fewer})
+    inner = ForeignMapping({"num_experts": more if fewer is None else fewer})
     settings = {
         "num_experts": inner.positive_int("num_experts"),
         "moe_layer_freq": "1" if all(sparse) else format_layer_freq(sparse),
@@ -172,7 +172,7 @@ def write_moe_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def read_shared_expert_moe_keys(keys: ErrorCollectingConfigReader, layers: int) -> dict[str, Any]:
+def read_shared_expert_moe_keys(keys: ForeignMapping, layers: int) -> dict[str, Any]:
     """Read the settings of experts beside an expert that every token uses, weighed by a sigmoid."""
     return {
         **read_moe_keys(keys, layers),
@@ -198,7 +198,7 @@ def _sparse_layer_keys(sparse: Sequence[bool], like: Mapping[str, Any]) -> dict[
     return {"decoder_sparse_step": step, **named}
 
 
-def _read_qwen2_moe_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_qwen2_moe_config(keys: ForeignMapping) -> dict[str, Any]:
     settings = _read_qwen_config(keys, "even")
     return {
         **settings,
@@ -216,7 +216,7 @@ def _write_qwen2_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict
     return config if model.add_qkv_bias and "qkv_bias" not in like else {**config, "qkv_bias": model.add_qkv_bias}
 
 
-def _read_qwen3_moe_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_qwen3_moe_config(keys: ForeignMapping) -> dict[str, Any]:
     settings = _read_qwen_config(keys, "all")
     return {**settings, **read_moe_keys(keys, settings["num_layers"]), "qk_layernorm": True}
 

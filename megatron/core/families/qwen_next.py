@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import BALANCE, ErrorCollectingConfigReader, format_layer_freq
+from megatron.core.families.config_json import BALANCE, format_layer_freq
 from megatron.core.families.llama import NO_BIAS, NORMS, mlp_mappings, read_llama_keys, write_llama_keys
 from megatron.core.families.parameter_mapping import (
     Family,
@@ -55,7 +56,7 @@ USUAL = {
 }
 
 
-def read_delta_net_layers(keys: ErrorCollectingConfigReader, layers: int) -> list[bool]:
+def read_delta_net_layers(keys: ForeignMapping, layers: int) -> list[bool]:
     """Return for each layer whether it has a gated delta net."""
     kinds, every = keys.pop_or_none("layer_types"), keys.positive_int("full_attention_interval", 4)
     if kinds is None:
@@ -66,7 +67,7 @@ def read_delta_net_layers(keys: ErrorCollectingConfigReader, layers: int) -> lis
     return [kind == "linear_attention" for kind in kinds]
 
 
-def pop_partial_rotary_factor(keys: ErrorCollectingConfigReader, usual: float = _SHARE) -> float:
+def pop_partial_rotary_factor(keys: ForeignMapping, usual: float = _SHARE) -> float:
     """Take partial_rotary_factor out of the keys, wherever it is, and return it. usual: value if the config has none."""
     given = keys.pop_or_none("rope_parameters")
     rope = dict(given or {})
@@ -75,10 +76,10 @@ def pop_partial_rotary_factor(keys: ErrorCollectingConfigReader, usual: float = 
     return float(within or above or usual)
 
 
-def _read_qwen_next_keys(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_qwen_next_keys(keys: ForeignMapping) -> dict[str, Any]:
     """Read the settings that Qwen3-Next and Qwen3.5 have in common."""
     share = pop_partial_rotary_factor(keys)
-    keys.set_key_defaults(intermediate_size=keys.config.get("moe_intermediate_size"))
+    keys.set_key_defaults(intermediate_size=keys.mapping.get("moe_intermediate_size"))
     settings = read_llama_keys(keys)
     linear = read_delta_net_layers(keys, settings["num_layers"])
     return {
@@ -116,7 +117,7 @@ def write_partial_rotary_factor(config: dict[str, Any], model: ModelConfig, like
     return {**inside, **({"partial_rotary_factor": share} if "partial_rotary_factor" in like or not rope else {})}
 
 
-def _read_qwen3_next_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_qwen3_next_config(keys: ForeignMapping) -> dict[str, Any]:
     settings = _read_qwen_next_keys(keys)
     return {**settings, **read_shared_expert_moe_keys(keys, settings["num_layers"])}
 
@@ -125,14 +126,14 @@ def _write_qwen3_next_config(model: ModelConfig, like: Mapping[str, Any]) -> dic
     return {**_qwen_next_config_keys(model, like), **write_shared_expert_moe_keys(model, like)}
 
 
-def _read_qwen3_5_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_qwen3_5_config(keys: ForeignMapping) -> dict[str, Any]:
     """Read the settings of a language model of Qwen3.5; M-RoPE, which is plain RoPE for text, is read as that."""
     given = keys.pop_or_none("rope_parameters")
     keys.set_key_defaults(rope_parameters={name: given[name] for name in given or () if name not in _MROPE} or given)
     return _read_qwen_next_keys(keys)
 
 
-def _read_qwen3_5_moe_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_qwen3_5_moe_config(keys: ForeignMapping) -> dict[str, Any]:
     """Read a Qwen3.5 with experts: in every layer, weights normalized, whatever its keys say, as the class does."""
     keys.ignore_keys(*_EVERY)
     keys.set_key_defaults(**_EVERY)

@@ -14,14 +14,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import (
-    ErrorCollectingConfigReader,
-    PlainKeys,
-    preserved_keys,
-    read_plain_keys,
-    write_plain_keys,
-)
+from megatron.core.families.config_json import PlainKeys, preserved_keys, read_plain_keys, write_plain_keys
 from megatron.core.families.parameter_mapping import (
     Family,
     HFModelClass,
@@ -58,7 +53,7 @@ _KEYS: PlainKeys = {
 }
 
 
-def _read_t5_config(keys: ErrorCollectingConfigReader) -> dict[str, Any]:
+def _read_t5_config(keys: ForeignMapping) -> dict[str, Any]:
     settings = read_plain_keys(keys, _KEYS)
     kind = keys.one_of("feed_forward_proj", tuple(_MLP), "relu")
     mlp, activation = _MLP.get(kind, ({}, ""))

@@ -13,8 +13,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.config_json import TANH_GELU, ErrorCollectingConfigReader, preserved_keys
+from megatron.core.families.config_json import TANH_GELU, preserved_keys
 from megatron.core.families.parameter_mapping import (
     BIASED,
     Family,
@@ -165,7 +166,7 @@ def _norm_parameter_kinds(model: ModelConfig) -> tuple[str, ...]:
     return BIASED if model.normalization == "LayerNorm" else ("weight",)
 
 
-def read_vision_encoder_config(keys: ErrorCollectingConfigReader, kind: str) -> dict[str, Any]:
+def read_vision_encoder_config(keys: ForeignMapping, kind: str) -> dict[str, Any]:
     """Read the settings of a vision encoder of a type: sizes by the names of a "vit", and fields of `VisionConfig`."""
     hidden, patch = keys.positive_int("hidden_size"), _read_square_side(keys, "patch_size")
     image, heads = _read_square_side(keys, "image_size"), keys.positive_int("num_attention_heads")
@@ -231,13 +232,13 @@ _SAYS_NOTHING = tuple(
 )
 
 
-def _read_square_side(keys: ErrorCollectingConfigReader, name: str) -> int:
+def _read_square_side(keys: ForeignMapping, name: str) -> int:
     """Take a side in pixels: a number, or two equal ones."""
     value = keys.pop_or_none(name)
     if isinstance(value, (list, tuple)) and len(set(value)) == 1:
         value = value[0]
     return (
-        ErrorCollectingConfigReader({name: value}).positive_int(name)
+        ForeignMapping({name: value}).positive_int(name)
         if isinstance(value, int) and value > 0
         else keys.positive_int(name)
     )
@@ -297,13 +298,13 @@ def vision_encoder_type_of(config: Mapping[str, Any]) -> str | None:
     return {**within, **{there: kind for kind, there in MODEL_TYPES.items()}}.get(str(config.get("model_type")))
 
 
-def _read_standalone_vision_config(keys: ErrorCollectingConfigReader, *, kind: str) -> dict[str, Any]:
+def _read_standalone_vision_config(keys: ForeignMapping, *, kind: str) -> dict[str, Any]:
     """Read our settings of a vision encoder by itself. kind: its type, unless its model_type says another."""
-    kind = vision_encoder_type_of({"model_type": MODEL_TYPES[kind], **keys.config}) or kind
+    kind = vision_encoder_type_of({"model_type": MODEL_TYPES[kind], **keys.mapping}) or kind
     settings = {**read_vision_encoder_config(keys, kind), "architecture": "vit", "true_vocab_size": 1}
     settings |= {"vision_final_norm": "no" if kind.startswith("internvit") else "yes"}
     settings |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    labels = keys.config.get("id2label")
+    labels = keys.mapping.get("id2label")
     classes = len(labels) if isinstance(labels, Mapping) and labels else 2
     settings["num_classes"] = classes if kind == "vit" else 0
     return settings
