@@ -117,11 +117,12 @@ def _hold_spare_ranks(args: argparse.Namespace) -> None:
     chosen, ranks = fit_elastic_layout(given, place.size)
     if line := elastic_layout_change_text(given.parallel, chosen.parallel, world_size=place.size, ranks=ranks):
         args.messages = [*getattr(args, "messages", ()), line]
+    if ranks == place.size:  # ranks beyond these, if any, are of another mesh (--rl-generation-ranks)
+        return
     if place.rank >= ranks:
         wait_as_spare_rank(place)
         raise SystemExit(0)
-    if ranks < place.size:
-        os.environ.update(WORLD_SIZE=str(ranks), MEGATRON_STAND_BY=str(place.size - ranks))
+    os.environ.update(WORLD_SIZE=str(ranks), MEGATRON_STAND_BY=str(place.size - ranks))
 
 
 class ConsoleHandler(logging.StreamHandler):

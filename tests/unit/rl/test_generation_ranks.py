@@ -17,11 +17,13 @@ import torch.distributed as dist
 from megatron.core.parallel.mesh import SplitMeshJob
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.rl import refit
+from megatron.rl.arguments import parse_rl_args
 from megatron.rl.environments.config import read_environments
 from megatron.rl.generation_ranks import ignore_end_signals, run_generation_rank
 from megatron.rl.policy_data import PolicyData
 from megatron.rl.policy_step import PolicyForwardStep, policy_model_provider
 from megatron.rl.settings import RLConfig, generation_run_config
+from megatron.training import initialize
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.step import train_step
 from megatron.training.trainer import build_trainer
@@ -30,6 +32,7 @@ from tests.helpers.policy import BASE, RL, _mean, train_policy_here
 from tests.helpers.training import held_weights
 from tests.helpers.world import RankFailed, Worlds
 from tests.unit.rl.test_policy import LLAMA, compare
+from tests.unit.rl.test_train_rl import NETWORK, POLICY
 
 VERIFY: dict[str, Any] = {"rl_verify_model_weights_swap": True}
 LAGS: dict[str, dict[str, Any]] = {
@@ -166,6 +169,16 @@ def test_tensor_2_x_pipeline_2_is_refitted_into_data_4(world: Worlds) -> None:
     sizes = {"rl_inference_tensor_model_parallel_size": 1, "rl_inference_pipeline_model_parallel_size": 1}
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     check(world, 8, {"rl_generation_ranks": 4, "rl_generation_lag": 1, **sizes}, {}, layout, 3)
+
+
+def test_a_rank_that_generates_is_no_spare_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number is beyond those that WORLD_SIZE counts, which are the ranks that train."""
+    monkeypatch.setattr(initialize, "wait_as_spare_rank", lambda place: pytest.fail("it waits for a job to end"))
+    for name, value in {"RANK": "2", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    words = f"{NETWORK} {POLICY} --train-iters 1 --grpo-kl-beta 0 --langrl-env-config x --rl-generation-ranks 1"
+    args, _ = parse_rl_args(words.split(), world_size=3, speaks=True)
+    initialize._hold_spare_ranks(args)
 
 
 def test_a_rank_that_generates_goes_on_at_a_signal_for_those_that_train_to_save() -> None:

@@ -67,14 +67,37 @@ def test_a_policy_is_trained_from_a_checkpoint_with_it_as_the_reference_and_goes
     ]
     assert len(samples) == 3 * 8 and {"prompt", "answer", "reward"} <= samples[0].keys()
     assert "<h2>Iteration 2</h2>" in (tmp_path / "policy" / "rollouts" / "samples.html").read_text()
-    second = run(
-        tmp_path, "train_rl.py", f"{common} --train-iters 4 --tensor-model-parallel-size 2 --sequence-parallel", ranks=2
-    )
+    ahead = "--rl-generation-ranks 1 --rl-generation-lag 1 --rl-verify-model-weights-swap"
+    second = run(tmp_path, "train_rl.py", f"{common} --train-iters 4 {ahead}", ranks=2)
     assert second.returncode == 0, second.stdout + second.stderr
     assert "round 3: reward" in second.stdout + second.stderr and "round 0" not in second.stdout
+    assert "generation: rank 1 on " in second.stdout, "it is told which ranks generate"
     with gzip.open(tmp_path / "policy" / "rollouts" / "round_0000003.jsonl.gz", "rt") as lines:
         rows = [json.loads(line) for line in lines]
     assert len(rows) == 8 and all(len(row["reference"]) == len(row["rollout"]["ids"]) for row in rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "words, ranks",
+    [
+        # As docs/rl.md has it.
+        (
+            "--rl-generation-ranks 1 --rl-generation-lag 1 --tensor-model-parallel-size 2 --rl-inference-tensor-model-parallel-size 1",
+            3,
+        ),
+        ("--rl-generation-ranks 1", 2),
+        ("--rl-generation-ranks 1 --rl-generation-lag 2 --rl-partial-rollouts", 2),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+        ("--context-parallel-size 2", 2),
+        ("--use-torch-fsdp2 --rl-inference-tensor-model-parallel-size 2", 2),
+    ],
+)
+def test_several_ranks_are_started_by_torchrun(tmp_path: Path, words: str, ranks: int) -> None:
+    path = environments(tmp_path)
+    common = f"{NETWORK} {POLICY} --langrl-env-config {path} --grpo-kl-beta 0 --train-iters 3 --micro-batch-size 2"
+    done = run(tmp_path, "train_rl.py", f"{common} {words}", ranks=ranks)
+    assert done.returncode == 0 and "round 2: reward" in done.stdout, done.stdout + done.stderr
 
 
 def test_under_adapters_the_base_is_the_reference(tmp_path: Path) -> None:
