@@ -28,34 +28,33 @@ def answer_advantages(rewards: Tensor, baseline: Baseline, *, unbiased: bool = F
     answers (RLOO, Ahmadian et al., 2024). batch-std: r - mean of the prompt, over the standard deviation of all these differences
     (REINFORCE++ with a baseline, Hu et al., 2025). unbiased: standard deviations divide by n - 1 (TRL) and not by n (Megatron).
 
-    Raises `ValueError` for leave-one-out with a single answer to a prompt.
+    A reward of NaN is that of a rollout that failed: means and deviations are those of the others, and its advantage is
+    0. So are those of all answers to a prompt whose rewards are equal, to the last bit: Adam would make a step of what
+    rounding leaves. Raises `ValueError` for leave-one-out with a single answer to a prompt.
     """
     rewards = rewards.double()
-    number = rewards.shape[1]
-    if baseline == "leave-one-out":
-        if number < 2:
-            raise ValueError("leave-one-out compares an answer with others to the same prompt; sample 2 or more")
-        return rewards - (rewards.sum(dim=1, keepdim=True) - rewards) / (number - 1)
-    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    if baseline == "leave-one-out" and rewards.shape[1] < 2:
+        raise ValueError("leave-one-out compares an answer with others to the same prompt; sample 2 or more")
+    valid = ~rewards.isnan()
+    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
+    centred = centred.where(valid & has_varied_rewards(rewards)[:, None], 0.0)
+    counts = valid.sum(dim=1, keepdim=True)
     if baseline == "group-mean":
         return centred
+    if baseline == "leave-one-out":  # the mean of all n rewards is 1/n of this one and (n - 1)/n of the others' mean
+        return centred * counts / (counts - 1).clamp(min=1)
+    squares = centred.square().sum(dim=1, keepdim=True)
     if baseline == "batch-std":
-        return centred / (centred.std(correction=int(unbiased)) + STD_EPSILON)
-    return centred / (_group_std(rewards, unbiased=unbiased) + STD_EPSILON)
-
-
-def _group_std(rewards: Tensor, *, unbiased: bool) -> Tensor:
-    """The standard deviation of each row, [groups, 1]; 0 for a single answer."""
-    if rewards.shape[1] == 1:
-        return torch.zeros_like(rewards)
-    return rewards.std(dim=1, correction=int(unbiased), keepdim=True)
+        squares, counts = squares.sum(), counts.sum()
+    return centred / ((squares / (counts - int(unbiased)).clamp(min=1)).sqrt() + STD_EPSILON)
 
 
 def has_varied_rewards(rewards: Tensor) -> Tensor:
     """Return for each prompt whether its answers have different rewards, bool [groups]; advantages of all others are
-    zero (DAPO).
+    zero (DAPO). NaN, of a rollout that failed, is no reward.
     """
-    return (rewards != rewards[:, :1]).any(dim=1)
+    largest = rewards.nan_to_num(nan=-torch.inf).amax(dim=1)
+    return largest > rewards.nan_to_num(nan=torch.inf).amin(dim=1)
 
 
 def overlong_penalty(lengths: Tensor, *, limit: int, margin: int) -> Tensor:
@@ -101,16 +100,14 @@ def gae_advantages_and_returns(
 def rollouts_with_advantages(rollouts: Sequence[Rollout], rl: RLConfig, *, longest: int) -> list[TrainingRollout]:
     """Return the rollouts with advantages, by comparing the answers to each prompt.
 
-    One that failed counts as the mean of its group, and is not trained on. longest: most tokens of an answer. With a
-    critic the advantage is the reward.
+    One that failed counts in no mean, and is not trained on. longest: most tokens of an answer. With a critic the
+    advantage is the reward.
     """
     rewards = torch.tensor([one.reward for one in rollouts], dtype=torch.float64).view(-1, rl.grpo_group_size)
     if rl.rl_overlong_margin:
         lengths = torch.tensor([one.num_sampled for one in rollouts]).view_as(rewards)
         rewards = rewards + overlong_penalty(lengths, limit=longest, margin=rl.rl_overlong_margin)
     failed = rewards.isnan()
-    means = rewards.nanmean(dim=1, keepdim=True).nan_to_num(0.0)
-    rewards = torch.where(failed, means, rewards)
     algorithm = ALGORITHMS[rl.rl_algorithm]
     values = rewards if algorithm.has_critic else answer_advantages(rewards, algorithm.baseline)
     dropped = failed

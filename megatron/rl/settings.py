@@ -228,8 +228,11 @@ def rl_config_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
             f"(--grpo-prompts-per-step {rl.grpo_prompts_per_step} x --grpo-group-size {rl.grpo_group_size}); each optimizer step trains on "
             "one global batch of them"
         )
-    if rl.rl_algorithm == "rloo" and rl.grpo_group_size < 2:
-        yield "--rl-algorithm rloo compares answers with the others to the same prompt; give --grpo-group-size 2 or more"
+    if rl.rl_algorithm != "ppo" and rl.grpo_group_size == 1:
+        yield (
+            f"--rl-algorithm {rl.rl_algorithm} compares answers with the others to the same prompt; give --grpo-group-size 2 or more, or "
+            "--rl-algorithm ppo, whose critic needs no others"
+        )
     if rl.grpo_kl_beta and not reference_checkpoint_path(rl, run) and not run.model.adapter.has_adapters:
         yield (
             f"--grpo-kl-beta {rl.grpo_kl_beta} needs a reference network; give --pretrained-checkpoint or --rl-reference FOLDER, or "

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +79,7 @@ def _build_environment(entry: Mapping[str, Any], path: Path, place: int) -> Envi
         raise ConfigError(f"{where}: {sorted(unknown)} are no keys, or agent_type is missing; keys are {sorted(_KEYS)}")
     name, arguments = entry["agent_type"], entry.get("agent_args") or {}
     weight = 0.0 if entry.get("evaluation_only") else entry.get("weight", 1.0)
-    if not isinstance(weight, int | float) or not weight >= 0 or not isinstance(arguments, Mapping):
+    if not isinstance(weight, int | float) or not 0 <= weight < math.inf or not isinstance(arguments, Mapping):
         raise ConfigError(f"{where}: weight {weight!r} must be 0 or more, and agent_args a mapping")
     kind = KINDS.get(name) or _load_environment_class(name, path.parent, where)
     try:
@@ -105,15 +108,48 @@ def _load_environment_class(name: str, folder: Path, where: str) -> type[Environ
 def environment_and_problem_index(environments: Sequence[EnvironmentWithWeight], number: int) -> tuple[int, int]:
     """Return (index of the environment, number of the problem in it) of the training problem of this number.
 
-    Environments take turns so that after any number of problems each has had its share, to within one problem.
+    After any number of problems each environment has had its share to within one problem, and those from 0 on, none
+    left out.
     """
-    total = sum(one.weight for one in environments)
-    counts = [0] * len(environments)
-    chosen = 0
-    for drawn in range(number % _PERIOD + 1):
-        chosen = max(range(len(environments)), key=lambda i: environments[i].weight / total * (drawn + 1) - counts[i])
-        counts[chosen] += 1
-    return chosen, number // _PERIOD * _PERIOD + counts[chosen] - 1
+    turns = _turns_by_weight(tuple(one.weight for one in environments))
+    return turns.environment_and_count(number)
 
 
-_PERIOD = 1024  # problems after which the turns begin again, so that the turn of any number is found in bounded time
+class _WeightedTurns:
+    """Whose turn is each problem: the chairman assignment of Tijdeman (1980), whose distance from the shares is below 1.
+
+    Turn n belongs to one of those whose share W n / T leads what they had by 1 / (2 k - 2) or more: the one that has to
+    come soonest. Whole numbers, so that it is the same on every machine.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        exact = [Fraction(weight) for weight in weights]
+        scale = math.lcm(*(one.denominator for one in exact))
+        self._weights = [int(one * scale) for one in exact]
+        self._total = sum(self._weights)
+        self._margin = max(1, 2 * sum(weight > 0 for weight in weights) - 2)
+        self._counts = [0] * len(weights)
+        self._turns: list[tuple[int, int]] = []
+
+    def environment_and_count(self, number: int) -> tuple[int, int]:
+        """Return (index, turns it had before) of turn `number`, from 0. Turns are worked out once, in order."""
+        while len(self._turns) <= number:
+            chosen = self._next_index(len(self._turns) + 1)
+            self._turns.append((chosen, self._counts[chosen]))
+            self._counts[chosen] += 1
+        return self._turns[number]
+
+    def _next_index(self, turn: int) -> int:
+        lead = [weight * turn - count * self._total for weight, count in zip(self._weights, self._counts, strict=True)]
+        eligible = [
+            index for index, weight in enumerate(self._weights) if weight and self._margin * lead[index] >= self._total
+        ]
+        return min(
+            eligible,
+            key=lambda i: Fraction((self._margin - 1) * self._total - self._margin * lead[i], self._weights[i]),
+        )
+
+
+@lru_cache(maxsize=8)
+def _turns_by_weight(weights: tuple[float, ...]) -> _WeightedTurns:
+    return _WeightedTurns(weights)

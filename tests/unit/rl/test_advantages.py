@@ -7,7 +7,16 @@ import statistics
 import pytest
 import torch
 
-from megatron.rl.advantages import answer_advantages, gae_advantages_and_returns, has_varied_rewards, overlong_penalty
+from megatron.rl.advantages import (
+    answer_advantages,
+    gae_advantages_and_returns,
+    has_varied_rewards,
+    overlong_penalty,
+    rollouts_with_advantages,
+)
+from megatron.rl.algorithms import Baseline
+from megatron.rl.rollouts import Rollout
+from megatron.rl.settings import RLConfig
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.5, 0.25], [0.0, 0.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
 
@@ -31,6 +40,53 @@ def test_equal_rewards_give_no_advantage_and_not_infinity() -> None:
         assert answer_advantages(REWARDS, baseline)[2].tolist() == [0.0] * 4  # type: ignore[arg-type]
     assert answer_advantages(torch.ones(2, 3), "batch-std").abs().max() == 0.0
     assert answer_advantages(torch.ones(2, 1), "group-std").tolist() == [[0.0], [0.0]]
+
+
+BASELINES: tuple[Baseline, ...] = ("group-std", "group-mean", "leave-one-out", "batch-std")
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1.0, -1e-3, 1e6 / 3])
+def test_a_constant_reward_is_no_advantage_to_the_last_bit(baseline: Baseline, reward: float) -> None:
+    """Rounding in a mean of 3, 5 or 7 equal numbers would be one, and Adam makes a whole step of it."""
+    for number in (2, 3, 5, 7, 16):
+        rewards = torch.full((3, number), reward)
+        rewards[1, 1:] += torch.rand(number - 1)
+        result = answer_advantages(rewards, baseline)
+        assert result[0].tolist() == result[2].tolist() == [0.0] * number and result[1].abs().max() > 0
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_an_answer_that_failed_counts_in_no_mean_and_no_deviation(baseline: Baseline) -> None:
+    nan = float("nan")
+    with_failures = torch.tensor([[0.005, 0.821, nan, nan], [nan, 1.0, 0.25, nan]])
+    without = torch.tensor([[0.005, 0.821], [1.0, 0.25]])
+    for unbiased in (False, True):
+        result = answer_advantages(with_failures, baseline, unbiased=unbiased)
+        expected = answer_advantages(without, baseline, unbiased=unbiased)
+        torch.testing.assert_close(result[with_failures.isfinite()].view(2, 2), expected, rtol=0, atol=1e-12)
+        assert (result[with_failures.isnan()] == 0).all()
+    if baseline == "leave-one-out":
+        assert result[0, 1] == pytest.approx(0.816)
+    if baseline == "group-std":
+        assert answer_advantages(with_failures, baseline)[0, 1] == pytest.approx(1.0, abs=1e-3)
+    alone = torch.tensor([[nan, 0.3, nan], [nan, nan, nan], [0.0, 1.0, nan]])
+    assert answer_advantages(alone, baseline)[:2].abs().max() == 0, "nothing to compare with"
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_a_round_with_failures_is_trained_on_the_others(baseline: Baseline) -> None:
+    name = {"group-std": "grpo", "group-mean": "dr_grpo", "leave-one-out": "rloo", "batch-std": "reinforce++"}[baseline]
+    rewards = [0.1, 0.1, 0.1, float("nan"), 0.5, float("nan"), 0.25, 0.25]
+    rollouts = [
+        Rollout("", 0, place // 4, (1, 2), (False, True), (0.0, -1.0), reward, True)
+        for place, reward in enumerate(rewards)
+    ]
+    rl = RLConfig(rl_algorithm=name, grpo_group_size=4)  # type: ignore[arg-type]
+    trained = rollouts_with_advantages(rollouts, rl, longest=4)
+    assert [one.rollout.num_sampled for one in trained] == [1, 1, 1, 0, 1, 0, 1, 1]
+    assert [one.advantage for one in trained[:4]] == [0.0] * 4 == [0.0, *(trained[5].advantage,) * 3]
+    assert trained[4].advantage > 0 > trained[6].advantage == trained[7].advantage
 
 
 def test_dr_grpo_and_leave_one_out() -> None:

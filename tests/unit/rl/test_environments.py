@@ -18,7 +18,7 @@ import pytest
 from megatron.core.config.flags import ConfigError
 from megatron.rl.environments.arithmetic import ArithmeticEnvironment
 from megatron.rl.environments.base import EVALUATION
-from megatron.rl.environments.config import environment_and_problem_index, read_environments
+from megatron.rl.environments.config import EnvironmentWithWeight, environment_and_problem_index, read_environments
 from megatron.rl.environments.countdown import CountdownEnvironment, value_and_numbers_of_expression
 from megatron.rl.environments.math_problems import MathEnvironment, is_same_answer
 from megatron.rl.environments.openai_agent import OpenAIAgentEnvironment, chatml_prompt
@@ -65,6 +65,20 @@ def test_arithmetic_rewards_the_number_alone() -> None:
     assert environment.reward(problem, f"{problem.facts['answer']}0") == 0.0
     with pytest.raises(ConfigError, match="operations '%'"):
         ArithmeticEnvironment(operations="%")
+
+
+@pytest.mark.parametrize(
+    "weights", [(1, 1), (1, 2), (1, 1, 1), (0.3, 0.7), (5, 1, 1, 1, 1, 1), (1, 0, 1e-3), (3, 2, 2, 1), (1,)]
+)
+def test_every_problem_is_drawn_once_before_any_twice_and_shares_are_kept(weights: tuple[float, ...]) -> None:
+    environments = [EnvironmentWithWeight(str(i), ArithmeticEnvironment(), weight) for i, weight in enumerate(weights)]
+    counts = [0] * len(weights)
+    for number in range(5000):
+        which, problem = environment_and_problem_index(environments, number)
+        assert problem == counts[which], f"problem {counts[which]} of environment {which} is left out at {number}"
+        counts[which] += 1
+        for count, weight in zip(counts, weights, strict=True):
+            assert abs(count - weight / sum(weights) * (number + 1)) < 1, (number, counts)
 
 
 def test_environments_take_turns_by_weight(tmp_path: Path) -> None:

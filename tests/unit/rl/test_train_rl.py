@@ -120,6 +120,8 @@ REFUSALS = [
     ("--grpo-group-size 0", "--grpo-group-size 0 is not a positive number"),
     ("--global-batch-size 12", "--global-batch-size 12 does not divide the 8 rollouts"),
     ("--rl-algorithm rloo --grpo-group-size 1", "--rl-algorithm rloo compares answers"),
+    ("--grpo-group-size 1", "--rl-algorithm grpo compares answers with the others to the same prompt"),
+    ("--rl-algorithm reinforce++ --grpo-group-size 1", "--rl-algorithm reinforce++ compares answers"),
     ("", "--grpo-kl-beta 0.001 needs a reference network"),
     ("--lora-rank 2 --lora-modules-to-save *layernorm*", "no longer the reference; give it with --rl-reference"),
     ("--rl-default-temperature 0", "give a temperature above 0"),
