@@ -1,10 +1,11 @@
 """Images in files: opened within limits, made a square or cut into tiles, and normalized. Pillow and numpy do the work.
 
-    bytes -> limits -> turned as EXIF says -> RGB -> tiles -> [n, channels, height, width], float32
+    bytes -> limits -> turned as EXIF says -> RGB on white -> tiles -> [n, channels, height, width], float32
 
     2 x 1 tiles with a thumbnail:   |  0  |  1  |   and the whole image, as tile 2
 
-What cannot be used raises `ImageError` with the reason; nothing is repaired without a word.
+What cannot be used raises `ImageError` with the reason; nothing is repaired without a word. Files come from strangers: formats are those
+of a list (others of Pillow's start programs), and sizes are compared with the limit before pixels are unpacked and before they are resized.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, TiffImagePlugin
 
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.multimodal import MultimodalDataConfig
 
 _PART = re.compile(r"(.+?\.(?:tar|bin))@(\d+)\+(\d+)/")
-_ORIENTATION = 0x0112  # the EXIF tag; from 5 on, width and height change places
+_ORIENTATION = 0x0112  # the EXIF tag
+_BITS_PER_SAMPLE = 258  # the TIFF tag
+_TURNED = (5, 6, 7, 8)  # its values that let width and height change places
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # by Pillow's names
+_MOST_SCANS = 100  # of a JPEG, each of which takes a pass over all pixels; a progressive one has about ten
 
 
 class ImageError(Exception):
@@ -106,44 +111,122 @@ def read_image_bytes(path: str | Path, options: ImageOptions) -> bytes:
 
 
 def _open_image_header(content: bytes, options: ImageOptions) -> Image.Image:
-    """Open an image and read its header only. `ImageError` if it is no image or has more than `max_pixels` pixels."""
+    """Open an image and read its header only. `ImageError` if it is no image of `FORMATS` or has more than `max_pixels` pixels."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is told below
         try:
-            image = Image.open(io.BytesIO(content))
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
         except Image.DecompressionBombError:
             raise ImageError(f"it has more than {options.max_pixels} pixels") from None
         except Exception as error:  # noqa: BLE001 - a damaged header can make Pillow raise nearly anything
-            raise ImageError(f"it is no image: {type(error).__name__}") from None
+            other = _name_of_other_format(content)
+            reason = f"it is no image: {type(error).__name__}"
+            read = ", ".join(FORMATS)
+            raise ImageError(f"it is of the format {other}, and formats read are {read}" if other else reason) from None
     if image.width * image.height > options.max_pixels:
         raise ImageError(f"it has {image.width} x {image.height} pixels, more than {options.max_pixels}")
+    if image.format in ("JPEG", "MPO") and (scans := content.count(b"\xff\xda")) > _MOST_SCANS:
+        raise ImageError(f"it has {scans} scans, more than {_MOST_SCANS}")
+    _refuse_unknown_white(image)
     return image
 
 
+def _name_of_other_format(content: bytes) -> str:
+    """Return Pillow's name of the format outside of `FORMATS` that the first bytes are of, or ""."""
+    Image.init()
+    for name, (_, accepts) in Image.OPEN.items():
+        # Of all that a format registers, this alone looks at no more than these bytes.
+        if name not in FORMATS and accepts is not None and len(content) > 16 and accepts(content[:16]) is True:
+            return name
+    return ""
+
+
 def decode_image(content: bytes, options: ImageOptions) -> Image.Image:
-    """Decode an image, rotated as EXIF says, to RGB (one channel: grey). `ImageError` if it is damaged or too large."""
+    """Decode an image's first frame, rotated as EXIF says, to RGB (one channel: grey); what is transparent shows white.
+
+    `ImageError` if it is damaged or too large, or its white is unknown.
+    """
     image = _open_image_header(content, options)
     try:
         image.load()
         image = ImageOps.exif_transpose(image)
     except Exception as error:  # noqa: BLE001 - as above
         raise ImageError(f"it is damaged: {error}") from None
-    mode = "L" if options.channels == 1 else "RGB"
-    if image.mode.startswith("I") or image.mode == "F":  # 16 bits a channel, which Pillow would cut off at 255
-        values = np.asarray(image, np.float64)
-        largest = 65535.0 if values.max(initial=0) > 255 else 255.0
-        image = Image.fromarray((values.clip(0, largest) * (255.0 / largest)).astype(np.uint8))
-    return image if image.mode == mode else image.convert(mode)
+    _refuse_large_resizes(*image.size, options)
+    if image.mode.startswith("I"):
+        image = _reduce_to_8_bits(image)
+    try:
+        image = _convert_to_rgb_on_white(image)
+    except Exception as error:  # noqa: BLE001 - as above
+        raise ImageError(f"its pixels of mode {image.mode} cannot be converted: {error}") from None
+    return image.convert("L") if options.channels == 1 else image
+
+
+def _convert_to_rgb_on_white(image: Image.Image) -> Image.Image:
+    """Convert an image of any mode to RGB, on white where it is transparent, as transformers' processors do."""
+    if image.mode == "La":  # with colours multiplied by alpha, which Pillow converts to LA alone
+        image = image.convert("LA")
+    if {"A", "a"}.isdisjoint(image.getbands()) and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    result = Image.new("RGBA", image.size, "white")
+    result.alpha_composite(image.convert("RGBA"))
+    return result.convert("RGB")
+
+
+def _reduce_to_8_bits(image: Image.Image) -> Image.Image:
+    """Return a grey image of 16 bits a pixel in 8 bits, which Pillow would cut off at 255; with alpha if one grey is transparent."""
+    values = np.asarray(image)
+    result = Image.fromarray((values // 257).astype(np.uint8))
+    transparent = image.info.get("transparency")
+    if transparent is not None:
+        result.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    return result
+
+
+def _refuse_unknown_white(image: Image.Image) -> None:
+    """Raise `ImageError` for 32 bits and floating point, as no file says which of their values is white."""
+    bits = image.tag_v2.get(_BITS_PER_SAMPLE, (8,)) if isinstance(image, TiffImagePlugin.TiffImageFile) else (16,)
+    sixteen = image.mode.startswith("I;16") or image.mode == "I" and image.format in ("PNG", "PPM")
+    if image.mode == "F" or image.mode.startswith("I") and not (sixteen and bits == (16,)):
+        raise ImageError(
+            f"its pixels have the mode {image.mode}, whose white is unknown; write it with 8 or 16 bits a channel"
+        )
 
 
 def upright_image_size(content: bytes, options: ImageOptions) -> tuple[int, int]:
-    """Return (width, height) after EXIF rotation, from the header alone."""
+    """Return (width, height) after EXIF rotation, from the header alone. `ImageError` if it cannot be used."""
     image = _open_image_header(content, options)
     try:
-        turned = image.getexif().get(_ORIENTATION, 1) >= 5
+        turned = image.getexif().get(_ORIENTATION) in _TURNED
     except Exception:  # noqa: BLE001 - damaged EXIF data turn nothing
         turned = False
-    return (image.height, image.width) if turned else (image.width, image.height)
+    width, height = (image.height, image.width) if turned else (image.width, image.height)
+    _refuse_large_resizes(width, height, options)
+    return width, height
+
+
+def _refuse_large_resizes(width: int, height: int, options: ImageOptions) -> None:
+    """Raise `ImageError` if an image of this size has more than `max_pixels` pixels at some step of its resizes."""
+    for wide, high in _planned_sizes(width, height, options):
+        if wide * high > options.max_pixels:
+            raise ImageError(
+                f"it has {width} x {height} pixels and is resized by way of {wide} x {high}, more than {options.max_pixels}"
+            )
+
+
+def _planned_sizes(width: int, height: int, options: ImageOptions) -> list[tuple[int, int]]:
+    """Return each (width, height) that an image takes on its way to tiles. Pillow resizes all rows first, then columns."""
+    if options.max_tiles > 1:
+        grid = choose_tile_grid(width, height, options)
+        large, first = (grid.columns * options.width, grid.rows * options.height), (width, height)
+        if options.whole_side:
+            first = _size_for_longer_side_grid(width, height, options)
+        return [(first[0], height), first, (large[0], first[1]), large]
+    if options.aspect_ratio == "crop":
+        larger = _size_that_covers_tile(width, height, options)
+        return [(larger[0], height), larger]
+    side = max(width, height)
+    return [(side, side), (options.width, side)] if options.aspect_ratio == "pad" else [(options.width, height)]
 
 
 def choose_tile_grid(width: int, height: int, options: ImageOptions) -> TileGrid:
@@ -227,8 +310,7 @@ def _resize_to_tile(image: Image.Image, options: ImageOptions) -> Image.Image:
     """Resize an image to one tile: stretched, padded to a square or cropped, as `aspect_ratio` says."""
     size = (options.width, options.height)
     if options.aspect_ratio == "crop":
-        scale = max(options.width / image.width, options.height / image.height)
-        larger = (max(options.width, int(image.width * scale)), max(options.height, int(image.height * scale)))
+        larger = _size_that_covers_tile(*image.size, options)
         image = image.resize(larger, Image.Resampling.BICUBIC)
         left, top = (larger[0] - options.width) // 2, (larger[1] - options.height) // 2
         return image.crop((left, top, left + options.width, top + options.height))
@@ -239,6 +321,13 @@ def _resize_to_tile(image: Image.Image, options: ImageOptions) -> Image.Image:
         padded.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
         image = padded
     return image.resize(size, Image.Resampling.BICUBIC)
+
+
+def _size_that_covers_tile(width: int, height: int, options: ImageOptions) -> tuple[int, int]:
+    """Return the smallest (width, height) of the image's shape that covers a tile."""
+    if width * options.height <= height * options.width:
+        return options.width, int(options.width * height / width)
+    return int(options.height * width / height), options.height
 
 
 def normalize_images(images: list[Image.Image], options: ImageOptions) -> np.ndarray:
