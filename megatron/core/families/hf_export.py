@@ -44,12 +44,14 @@ def export_hf_folder(
     like: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     ids: Mapping[str, int | list[int] | None] = MappingProxyType({}),
+    files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Family:
     """Write the model of a source as a folder. The folder gets its name when it is complete. Returns the family.
 
     family: one of `registry.FAMILIES`; left out, the one that the source came from, else the first that can say what the
     network is. like: a folder whose tokenizer files, and whose ids of special tokens, are carried over.
     shard_bytes: the largest file, if no tensor is larger. ids: of special tokens, where no earlier config.json says them.
+    files: further files, such as a tokenizer's, by name; those of `like` win.
     `rewrite.CastSource` gives the weights another dtype on the way.
     """
     folder = Path(folder)
@@ -81,6 +83,8 @@ def export_hf_folder(
         _write_weights(made, rows, formats, source, shard_bytes, chosen.constants(model))
         write_json(made / CONFIG_FILE, config)
         _write_generation_config(made, config)
+        for name, content in files.items():
+            (made / name).write_bytes(content)
         _copy_tokenizer_files(like, made)
         for path in (*made.iterdir(), made):
             DISK.sync_folder(path)

@@ -22,7 +22,6 @@ from megatron.core.config.flags import ConfigError, config_to_flat_dict
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.families import peft
 from megatron.core.families.adapter_set import (
     BASE,
     InMemoryAdapterSource,
@@ -31,21 +30,25 @@ from megatron.core.families.adapter_set import (
     read_native_adapter_checkpoint,
 )
 from megatron.core.families.hf import is_hf_checkpoint
+from megatron.core.families.peft_export import write_peft_folder
 from megatron.core.families.registry import model_config_from_settings
 from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.tools.checkpoint.export import DTYPES
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.checkpoint.adapters import open_adapters, require_matching_base, source_base_hash
-from megatron.training.checkpoint.export import export_hf_with_special_tokens
+from megatron.training.checkpoint.export import export_hf_with_tokenizer
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 OWN, PUBLISHED = "own", "hf"
 
 
-def open_adapters_for_base(base: CheckpointSource, adapter: str) -> LoadedAdapter:
-    """Open the adapters in a folder; `CheckpointError` if they are another base's, by shapes and hash, or else name."""
-    adapters = open_adapters(adapter, model_config_from_settings(base.settings))
+def open_adapters_for_base(base: CheckpointSource, adapter: str, *, merging: bool = False) -> LoadedAdapter:
+    """Open the adapters in a folder; `CheckpointError` if they are another base's, by shapes and hash, or else name.
+
+    merging: take those, too, that can only be merged.
+    """
+    adapters = open_adapters(adapter, model_config_from_settings(base.settings), merging=merging)
     model, known = adapters.model, adapters.base.get("hash") is not None
     mine = {
         "hash": source_base_hash(base, model.adapter, reward_head=model.reward_head) if known else None,
@@ -58,7 +61,7 @@ def open_adapters_for_base(base: CheckpointSource, adapter: str) -> LoadedAdapte
 def export_adapters(args: argparse.Namespace) -> str:
     """Write the adapters of a run's checkpoint as a PEFT folder. Return what was done, in words."""
     adapters = read_native_adapter_checkpoint(open_checkpoint(args.adapter, args.ckpt_step))
-    peft.write_peft_folder(adapters, args.save, base=args.base or adapters.base.get("where"))
+    write_peft_folder(adapters, args.save, base=args.base or adapters.base.get("where"))
     return _adapters_summary_text(adapters, f"{args.save} (PEFT)")
 
 
@@ -80,15 +83,17 @@ def merge_adapters(args: argparse.Namespace) -> str:
     base = open_checkpoint(args.base, args.ckpt_step)
     taken_out = args.command == "unmerge"
     adapters = (
-        open_adapters(args.adapter, model_config_from_settings(base.settings))
+        open_adapters(args.adapter, model_config_from_settings(base.settings), merging=True)
         if taken_out
-        else open_adapters_for_base(base, args.adapter)
+        else open_adapters_for_base(base, args.adapter, merging=True)
     )
     source: CheckpointSource = MergedAdapterSource(base, adapters, sign=-1.0 if taken_out else 1.0)
     source = CastSource(source, DTYPES[args.dtype]) if args.dtype else source
     if (args.saver or (PUBLISHED if is_hf_checkpoint(base.where) else OWN)) == PUBLISHED:
-        export_hf_with_special_tokens(source, args.save, like=base.where if is_hf_checkpoint(base.where) else None)
-        return _adapters_summary_text(adapters, f"{args.save} (Hugging Face)") + _quantized_base_note(adapters)
+        like = base.where if is_hf_checkpoint(base.where) else None
+        _, tokenizer = export_hf_with_tokenizer(source, args.save, like=like)
+        done = _adapters_summary_text(adapters, f"{args.save} (Hugging Face)")
+        return f"{done}; {tokenizer}{_quantized_base_note(adapters)}"
     iteration = base.values.get("run.progress", {}).get("iteration", 0)
     path = rewrite_checkpoint(source, args.save, iteration=iteration, settings=_run_settings_of_source(source))
     return _adapters_summary_text(adapters, str(path)) + _quantized_base_note(adapters)

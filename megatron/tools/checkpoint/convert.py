@@ -41,7 +41,7 @@ from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box
 from megatron.tools.checkpoint.export import DTYPES
 from megatron.tools.parser import ToolArgumentParser, add_ckpt_step
-from megatron.training.checkpoint.export import export_hf_with_special_tokens
+from megatron.training.checkpoint.export import export_hf_with_tokenizer
 from megatron.training.checkpoint.formats import FOREIGN, OURS, foreign_checkpoint_settings, open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_excepthook
 from megatron.trust.compare.checkpoints import compare_sources
@@ -113,10 +113,11 @@ def write_converted(
         if size and size > 1
     ]
     if args.saver == PUBLISHED:
-        export_hf_with_special_tokens(
-            source, args.save, family=args.family, like=args.like, shard_bytes=args.max_shard_size
+        tokenizer = megatron_run_settings(args) if checkpoint_format == MEGATRON else {}
+        _, remark = export_hf_with_tokenizer(
+            source, args.save, family=args.family, like=args.like, shard_bytes=args.max_shard_size, tokenizer=tokenizer
         )
-        return args.save, remarks
+        return args.save, [*remarks, remark]
     settings = dict(source.settings)
     if checkpoint_format != OWN:  # what it leaves out has its default
         settings = {**settings, **config_to_flat_dict(model_config_from_settings(settings))}

@@ -50,7 +50,7 @@ from megatron.training.checkpoint.adapters import (
     require_same_base_hash,
     trained_weights_only,
 )
-from megatron.training.checkpoint.export import export_hf_with_special_tokens
+from megatron.training.checkpoint.export import export_hf_with_tokenizer
 from megatron.training.checkpoint.resuming import (
     OpenedCheckpoint,
     ResumeRequest,
@@ -509,10 +509,10 @@ class Checkpointer(StepHooks):
             return
         target = Path(options.export_hf) / f"iter_{outcome.iteration:07d}"
         try:
-            family = export_hf_with_special_tokens(
+            family, tokenizer = export_hf_with_tokenizer(
                 open_native_checkpoint(outcome.folder), target, like=options.export_hf_like
             )
-            self._log_info(f"exported checkpoint {target}: {family.name}")
+            self._log_info(f"exported checkpoint {target}: {family.name}, {tokenizer}")
         except (CheckpointError, OSError) as error:
             self._log_warning(f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT EXPORTED: {error}")
 

@@ -16,7 +16,7 @@ from megatron.evaluation.reward_model import RewardModel
 from megatron.tools import score as tool
 from megatron.tools.checkpoint import adapter
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.checkpoint.export import export_hf_with_special_tokens
+from megatron.training.checkpoint.export import export_hf_with_tokenizer
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from megatron.training.trainer import Trainer, build_trainer
@@ -57,7 +57,7 @@ def test_transformers_gives_the_scores_that_we_give(family: str, tmp_path: Path)
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     run = saved(tmp_path / "run", reward_head=True, **FAMILIES[family])
     scores = RewardModel.load(run).score(TEXTS)
-    export_hf_with_special_tokens(open_checkpoint(run), tmp_path / "hf")
+    export_hf_with_tokenizer(open_checkpoint(run), tmp_path / "hf")
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["architectures"][0].endswith("ForSequenceClassification") and theirs.config.num_labels == 1
@@ -106,7 +106,7 @@ def test_adapters_of_a_reward_model_are_merged_into_the_language_model_that_they
     adapter.main(["merge", "--adapter", str(tmp_path / "peft"), *arguments[2:5], str(tmp_path / "from-peft")])
     assert RewardModel.load(str(tmp_path / "from-peft")).score(TEXTS) == pytest.approx(expected, abs=1e-5)
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    export_hf_with_special_tokens(open_checkpoint(base), tmp_path / "hf")
+    export_hf_with_tokenizer(open_checkpoint(base), tmp_path / "hf")
     network = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", num_labels=1)
     theirs = peft.PeftModel.from_pretrained(network, tmp_path / "peft")
     found = [float(theirs(input_ids=torch.tensor([[*text.encode(), 256]])).logits) for text in TEXTS]

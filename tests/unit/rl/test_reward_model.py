@@ -16,7 +16,7 @@ from megatron.rl.environments.config import read_environments
 from megatron.rl.environments.reward_model import RewardModelEnvironment
 from megatron.rl.planned_memory import memory_beside_policy
 from megatron.rl.rollouts import Rollout
-from megatron.training.checkpoint.export import export_hf_with_special_tokens
+from megatron.training.checkpoint.export import export_hf_with_tokenizer
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.step import train_step
 from tests.helpers.policy import RL, train_policy_here, trainer_of
@@ -32,7 +32,7 @@ CUT_OFF = 0.125
 def file(tmp_path: Path) -> Path:
     """An environment file with a reward model of our own, which is also there as a folder of Hugging Face's."""
     saved(tmp_path / "reward", reward_head=True, **REWARD_LLAMA)
-    export_hf_with_special_tokens(open_checkpoint(str(tmp_path / "reward")), tmp_path / "hf")
+    export_hf_with_tokenizer(open_checkpoint(str(tmp_path / "reward")), tmp_path / "hf")
     prompts = [" ".join(str((5 * n + m) % 48) for m in range(1 + n % 3)) for n in range(5)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": one}) + "\n" for one in prompts))
     return environment_file(tmp_path, tmp_path / "reward")

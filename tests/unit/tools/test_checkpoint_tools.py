@@ -332,18 +332,3 @@ def test_an_export_holds_the_weights_and_the_tokenizers_files(
     )
     assert (tmp_path / "with" / "tokenizer.json").read_text() == "{}"
     assert "is there already" in printed(capsys, export, "--load", made, "--save", tmp_path / "with", expected=1)
-
-
-def test_an_export_carries_the_single_files_that_the_settings_name(tmp_path: Path) -> None:
-    (tmp_path / "v.json").write_text("v")
-    (tmp_path / "m.txt").write_text("m")
-    settings = {
-        "tokenizer_type": "GPT2BPETokenizer",
-        "vocab_file": str(tmp_path / "v.json"),
-        "merge_file": str(tmp_path / "m.txt"),
-        "tokenizer_model": str(tmp_path / "m.txt"),
-    }
-    (tmp_path / "out").mkdir()
-    assert export.copy_configured_tokenizer_files(settings, tmp_path / "out") == ["vocab.json", "merges.txt"]
-    assert (tmp_path / "out" / "merges.txt").read_text() == "m"
-    assert export.copy_configured_tokenizer_files({**settings, "tokenizer_type": None}, tmp_path / "out") == []
