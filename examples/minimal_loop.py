@@ -107,8 +107,10 @@ def main() -> None:
         streams=RandomStreams.build(mesh, config.train.seed),
         log=logging.getLogger(),
     )
-    lines = (ROOT / "examples/data/demo_train_small.jsonl").read_text(encoding="utf-8").splitlines()
-    text = np.frombuffer("\n".join(json.loads(line)["text"] for line in lines).encode(), np.uint8).astype(np.int64)
+    lines = (ROOT / "examples/data/demo_train_small.jsonl").read_text(encoding="utf-8").split("\n")
+    text = np.frombuffer("\n".join(json.loads(line)["text"] for line in lines if line).encode(), np.uint8).astype(
+        np.int64
+    )
     trainer, batches = build_trainer(run, model, forward_step), microbatches(run, text)
     for _ in range(STEPS):
         step = train_step(trainer, batches)

@@ -18,7 +18,7 @@ MARKS = {True: "#107010", False: "#b02010"}
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """The JSON objects of a file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
 def tiles(folder: Path, name: str, references: str) -> list[tuple[str, str, str, bool]]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.special_tokens import IMAGE
+from megatron.core.datasets.storage import read_text_lines
 from megatron.evaluation import vision_metrics
 
 Message = Mapping[str, str]
@@ -212,12 +213,10 @@ def read_benchmark_questions(task: str, paths: Sequence[str], prompt: str | None
     """
     benchmark, where = BENCHMARKS[task], ", ".join(paths)
     try:
-        texts = [Path(path).read_text(encoding="utf-8") for path in paths]
-        contents = [_parse_if_single_json(text) for text in texts]
+        files = [read_text_lines(path) for path in paths]
+        contents = [_parse_if_single_json("\n".join(lines)) for lines in files]
         if all(content is None for content in contents):
-            result = [
-                _parse_question_line(json.loads(line)) for text in texts for line in text.splitlines() if line.strip()
-            ]
+            result = [_parse_question_line(json.loads(line)) for lines in files for line in lines if line.strip()]
         elif benchmark.read is None:
             raise ConfigError(
                 f"{where}: {task} has no official file that is read; give JSON lines with an id and references"

@@ -19,6 +19,7 @@ from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.images import ImageError, read_image_bytes
 from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.storage import split_text_lines
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer, read_flag_file_text
@@ -159,9 +160,8 @@ def read_prompts(
 def _lines_with_location(path: str, noun: str) -> list[tuple[str, str]]:
     """Return (location for messages, line) of the lines that are not blank; `ConfigError` that misses `noun` if none is."""
     text = read_flag_file_text(path, "--eval-generate")
-    numbered = [
-        (f"--eval-generate {path} line {n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip()
-    ]
+    lines = enumerate(split_text_lines(text.removeprefix("\ufeff")), 1)
+    numbered = [(f"--eval-generate {path} line {n}", line) for n, line in lines if line.strip()]
     if not numbered:
         raise ConfigError(f"--eval-generate {path} has no {noun}; write one a line")
     return numbered

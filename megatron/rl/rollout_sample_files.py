@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.storage import atomic_file
+from megatron.core.datasets.storage import atomic_file, split_text_lines
 from megatron.rl.rollout_batches import TrainingRollout
 from megatron.training.report.run_log import LogFile, to_json_value
 
@@ -70,7 +70,7 @@ def read_rollout_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
     """
     rounds: dict[int, list[dict[str, Any]]] = {}
     latest = None
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in split_text_lines(path.read_bytes().decode("utf-8", "replace")):
         try:
             sample = json.loads(line)
             iteration = int(sample["iteration"])

@@ -148,7 +148,7 @@ def read_glue_samples(name: str, path: str | Path) -> list[GlueSample]:
 def read_utf8_text(path: str | Path) -> str:
     """Return the text of a UTF-8 file, without a byte order mark. `DataError` if it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        return Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.storage import DataError, read_text_lines
 from megatron.tasks.glue import bad_lines_message
 
 CHOICES = 4  # at most; a question with fewer is scored over those it has
@@ -41,7 +41,7 @@ def read_race_questions(folder: str | Path) -> list[RaceQuestion]:
     questions, problems = [], []
     for path in paths:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = read_text_lines(path)
         except (OSError, UnicodeDecodeError) as error:
             problems.append(f"{path} cannot be read: {error}")
             continue

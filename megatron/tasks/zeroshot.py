@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.special_tokens import count_ids_around_text, encode_without_special_tokens
+from megatron.core.datasets.storage import split_text_lines
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.evaluation.likelihood import (
@@ -91,7 +92,7 @@ def read_lambada_passages(
     """
     passages, problems = [], []
     for path in paths:
-        for number, line in enumerate(read_utf8_text(path).splitlines(), 1):
+        for number, line in enumerate(split_text_lines(read_utf8_text(path)), 1):
             try:
                 passages.append(_lambada_request(line, tokenizer, strict=strict, length=length))
             except ValueError as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.storage import read_text_lines
 from megatron.evaluation.vision_benchmarks import (
     BENCHMARKS,
     BenchmarkQuestion,
@@ -33,7 +34,7 @@ from megatron.training.launch.launch_info import install_interrupt_excepthook
 def read_lines_by_id(path: str) -> dict[Any, Mapping[str, Any]]:
     """Return the JSON lines of a file by their id. `ConfigError` if an id is missing or repeated."""
     try:
-        rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [json.loads(line) for line in read_text_lines(path) if line.strip()]
         result = {row["id"]: row for row in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} holds no JSON lines with an id: {error}") from None

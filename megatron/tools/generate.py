@@ -321,9 +321,12 @@ def enumerate_nonblank_lines(file: TextIO) -> Iterator[tuple[int, str]]:
 def write_missing_answers(engine: Engine | EncoderDecoderEngine, given: argparse.Namespace) -> int:
     """On the first rank: answer the lines that have no output yet. Return the number of those that could not be served."""
     failed = 0
-    with open(given.input, encoding="utf-8") as file:
+    with open(given.input, encoding="utf-8-sig", newline="\n") as file:
         before = count_finished_lines(Path(given.output), enumerate_nonblank_lines(file))
-    with open(given.input, encoding="utf-8") as file, open(given.output, "a", encoding="utf-8") as output:
+    with (
+        open(given.input, encoding="utf-8-sig", newline="\n") as file,
+        open(given.output, "a", encoding="utf-8") as output,
+    ):
         lines = ((number, line) for number, line in enumerate_nonblank_lines(file) if number >= before)
         bar = tqdm(
             generate_outputs_in_order(engine, lines, given), desc="answers", initial=before, unit="line", disable=None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.datasets.storage import read_text_lines
 from megatron.tools.parser import ToolArgumentParser
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -63,7 +64,7 @@ def read_loss_curves(path: Path, loss: str) -> LossCurves:
 
 def _read_log_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a log, line by line. Raises `UnreadableLogError`."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_text_lines(path), start=1):
         try:
             yield json.loads(line)
         except json.JSONDecodeError as error:

@@ -36,7 +36,7 @@ def read_text_image_pairs(path: str, folder: str) -> Iterator[tuple[str, Path]]:
     """Yield (text, path of its image) of each line. `DataError` if one lacks a text, or their numbers differ."""
     names = iter(sorted(os.listdir(folder)))
     number = 0
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)

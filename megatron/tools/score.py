@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.storage import DataError, read_text_lines
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.evaluation.likelihood import EvaluationBatchLimits
 from megatron.evaluation.reward_model import RewardModel
@@ -50,7 +50,7 @@ def parse_line_to_score(line: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def score_and_write_lines(args: argparse.Namespace) -> str:
     """Score all lines of the input, and write them with their scores. Return what was done, in words."""
     rows = []
-    for number, line in enumerate(args.input.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text_lines(args.input), 1):
         if line.strip():
             try:
                 rows.append(parse_line_to_score(line))

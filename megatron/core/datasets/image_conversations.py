@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from megatron.core.datasets.images import ImageError, ImageOptions, TileGrid, re
 from megatron.core.datasets.index_map import Arrays, IndexCacheFolder, load_or_build_arrays
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.special_tokens import IMAGE
+from megatron.core.datasets.storage import read_text_lines
 from megatron.core.datasets.templates import Message, TemplateSegment
 
 SLOT = 1 << 30  # the id of a slot, which no vocabulary reaches
@@ -299,10 +299,10 @@ class _ImageConversationBuilder:
 def _read_json_rows(path: str) -> list[Any]:
     """The rows of a JSON list, or of a file with a JSON object a line."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        if text.lstrip()[:1] == "[":
-            return json.loads(text)
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        lines = read_text_lines(path)
+        if next((line for line in lines if line.strip()), "").lstrip()[:1] == "[":
+            return json.loads("\n".join(lines))
+        return [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is neither a JSON list nor a file of JSON lines: {error}") from error
 

@@ -92,6 +92,20 @@ def atomic_file(path: str | Path, *, durable: bool = True) -> Iterator[IO[bytes]
         Path(temporary).unlink(missing_ok=True)
 
 
+def read_text_lines(path: str | Path) -> list[str]:
+    """Return the lines of a UTF-8 file, without their ends and a byte order mark. Raises `OSError` or `UnicodeDecodeError`."""
+    return split_text_lines(Path(path).read_bytes().decode("utf-8-sig"))
+
+
+def split_text_lines(text: str) -> list[str]:
+    """Return the lines of a text, which end at newlines alone.
+
+    `str.splitlines` would also end them at characters that stand within JSON strings, such as U+2028 and U+0085.
+    """
+    lines = text.split("\n")
+    return [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+
+
 def read_with_retries(read: Callable[[], Answer], name: str) -> Answer:
     """Return the result of `read`, called again after a pause (READ_PAUSES) if it fails as busy storage does.
 

@@ -21,10 +21,10 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.storage import read_text_lines
 
 EVALUATION = 2**40  # number of the first held-out problem
 
@@ -43,7 +43,7 @@ class ProblemFile:
     def __init__(self, kind: str, path: str, fields: Sequence[str], held_out: int) -> None:
         """kind: agent_type, for messages. Raises `ConfigError` for other files, and if no line is left to train on."""
         try:
-            lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+            lines = [json.loads(line) for line in read_text_lines(path) if line.strip()]
             rows = [tuple(str(line[name]) for name in fields) for line in lines]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
