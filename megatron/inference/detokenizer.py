@@ -5,13 +5,11 @@ Text is held back while it ends in the middle of a character, or with what may b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from megatron.core.tokenizers.base import Tokenizer
-
-_CONTEXT = 8  # ids decoded before the new ones: some tokenizers join tokens with a space, or drop the first space
-_UNFINISHED = "\ufffd"  # what an incomplete character is decoded to
-_PATIENCE = 64  # ids without a complete character after which waiting for one ends
+from megatron.core.tokenizers.incremental import REPLACEMENT, IncrementalDecoder
 
 
 class Detokenizer:
@@ -22,19 +20,16 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], stop_words: Sequence[str] = (), *, keep_stop: bool = False
     ) -> None:
-        self._tokenizer, self._stop_words, self._keep_stop = tokenizer, tuple(stop_words), keep_stop
-        self._ids = list(prompt[-_CONTEXT:])
-        # Ids before _settled have their text; from _first on they are context.
-        self._first, self._settled = 0, len(self._ids)
-        self._before = ""  # the text of the new ones among the settled
+        self._decoder = IncrementalDecoder(tokenizer, prompt)
+        self._stop_words, self._keep_stop = tuple(stop_words), keep_stop
         self.full_text, self._said, self._searched = "", 0, 0
         self.ended = False
 
     def add(self, ids: Sequence[int]) -> str:
         """Add new ids; return the text that is now final. `ended` tells whether a stop word was found."""
-        self._ids += ids
-        self._decode_complete(finishing=False)
-        self._cut_at_stop_word()
+        for token in ids:
+            if not self.ended:
+                self._append(self._decoder.add(token))
         return self._take_text_until(
             len(self.full_text) if self.ended else len(self.full_text) - self._possible_stop_length()
         )
@@ -42,22 +37,12 @@ class Detokenizer:
     def finish(self) -> str:
         """End the text; return what was held back."""
         if not self.ended:
-            self._decode_complete(finishing=True)
-            self._cut_at_stop_word()
+            self._append(self._decoder.finish())
         return self._take_text_until(len(self.full_text))
 
-    def _decode_complete(self, *, finishing: bool) -> None:
-        """Decode all ids. finishing: also an incomplete character at the end, which is left out otherwise."""
-        context = self._tokenizer.detokenize(self._ids[self._first : self._settled])
-        text = self._tokenizer.detokenize(self._ids[self._first :])[len(context) :]
-        whole = finishing or not text.endswith(_UNFINISHED)
-        self.full_text = self._before + (text if whole else text[:-1])
-        if whole or len(self._ids) - self._settled > _PATIENCE:
-            self._before, self._settled = self._before + text, len(self._ids)
-            self._first = max(self._first, self._settled - _CONTEXT)
-
-    def _cut_at_stop_word(self) -> None:
-        """Cut the text at the first stop word, if one is in the new text, and set `ended`."""
+    def _append(self, text: str) -> None:
+        """Append text; cut it at the first stop word, if one is in the new text, and set `ended`."""
+        self.full_text += text
         longest = max(map(len, self._stop_words), default=0)
         first = max(0, self._searched - longest + 1)
         matches = [(place, len(word)) for word in self._stop_words if (place := self.full_text.find(word, first)) >= 0]
@@ -81,25 +66,64 @@ class Detokenizer:
         return text
 
 
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """What a token wrote. text: empty if it ends in the middle of a character, and all of it if it completes one. content:
+    its own bytes. others: names of tokens that were possible there (each another one), and their bytes.
+    """
+
+    text: str
+    content: bytes
+    others: tuple[tuple[str, bytes], ...] = ()
+
+
 class IncrementalTokenTexts:
     """The text of each id of a growing text. ids: what precedes. An id that ends in the middle of a character has no
     text, and the one that completes the character has all of it.
     """
 
     def __init__(self, tokenizer: Tokenizer, ids: Sequence[int] = ()) -> None:
-        self._tokenizer, self._ids = tokenizer, list(ids[-_CONTEXT:])
-        self._said = len(tokenizer.detokenize(self._ids))
+        self._tokenizer, self._decoder = tokenizer, IncrementalDecoder(tokenizer, ids)
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether the last id ended in the middle of a character."""
+        return self._decoder.is_incomplete
 
     def texts_of_next_ids(self, ids: Sequence[int], *, last: bool) -> list[str]:
         """Return the text of each next id. last: no more follow, so an incomplete character is given as it is."""
-        pieces = []
-        for place, token in enumerate(ids, start=1):
-            self._ids.append(token)
-            text = self._tokenizer.detokenize(self._ids)
-            whole = not text.endswith(_UNFINISHED) or last and place == len(ids)
-            pieces.append(text[self._said :] if whole else text[self._said : -1])
-            self._said += len(pieces[-1])
-            if whole and len(self._ids) > 2 * _CONTEXT:
-                self._ids = self._ids[-_CONTEXT:]
-                self._said = len(self._tokenizer.detokenize(self._ids))
+        pieces = [self._decoder.add(token) for token in ids]
+        if pieces:
+            pieces[-1] += self.finish() if last else ""
         return pieces
+
+    def add(self, token: int, candidates: Sequence[int] = ()) -> TokenText:
+        """Add an id; return its text. candidates: ids that might have come instead, or this one among them."""
+        possible = {one: self._decoder.text_and_bytes_if_next(one) for one in dict.fromkeys((token, *candidates))}
+        names = self._distinct_names({one: text for one, (text, _) in possible.items()})
+        text = self._decoder.add(token)
+        return TokenText(text, possible[token][1], tuple((names[one], possible[one][1]) for one in candidates))
+
+    def finish(self) -> str:
+        """Return what is left of the text when no more ids follow: it belongs to the last one."""
+        return self._decoder.finish()
+
+    def _distinct_names(self, texts: Mapping[int, str]) -> dict[int, str]:
+        """Return a name for each id: its text, or how the vocabulary writes it if it has none by itself or another has the
+        same; the first id keeps its text.
+        """
+        names: dict[int, str] = {}
+        taken: set[str] = set()
+        for token, text in texts.items():
+            if names and (not text or REPLACEMENT in text or text in taken):
+                text = self._name_in_vocabulary(token)
+            names[token] = f"token_id:{token}" if text in taken else text
+            taken.add(names[token])
+        return names
+
+    def _name_in_vocabulary(self, token: int) -> str:
+        """Return how the vocabulary writes an id; networks may have more ids than their tokenizer has tokens."""
+        try:
+            return self._tokenizer.id_to_token(token)
+        except (LookupError, ValueError):
+            return f"token_id:{token}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.incremental import IncrementalDecoder
 from megatron.inference.engine import Engine
 from megatron.inference.requests import GenerationRequest
 from megatron.inference.sampling import SamplingParams
@@ -75,5 +76,6 @@ def generate_texts(
 
 
 def decode_following(tokenizer: Tokenizer, ids: Sequence[int], new: Sequence[int]) -> str:
-    """Return the text of new ids, decoded with those before, since some tokenizers put a space between tokens."""
-    return tokenizer.detokenize([*ids, *new])[len(tokenizer.detokenize(ids)) :]
+    """Return the text of new ids behind others, since some tokenizers put a space between tokens."""
+    decoder = IncrementalDecoder(tokenizer, ids)
+    return "".join([*map(decoder.add, new), decoder.finish()])

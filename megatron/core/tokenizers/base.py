@@ -23,7 +23,9 @@ class Tokenizer(Protocol):
     cls, sep, mask: BERT's; pad: fills short samples; each None if the kind has none. additional_special_tokens_ids:
     sentinels such as T5's <extra_id_k>, in the order of k. special: names and ids of tokens that ordinary text cannot
     produce. special_ids: ids with a meaning of their own, except padding. chat_template: Jinja template of a
-    conversation, or None. engine: a sentence on the library that encodes, and why it was chosen.
+    conversation, or None. engine: a sentence on the library that encodes, and why it was chosen. replaces_each_byte:
+    of bytes that are no character each is U+FFFD, and not only the first of a run that begins one. cleans_up_spaces:
+    texts of ids lose spaces before punctuation.
     """
 
     vocab_size: int
@@ -38,6 +40,8 @@ class Tokenizer(Protocol):
     special: Mapping[str, int] = MappingProxyType({})
     special_ids: tuple[int, ...] = ()
     chat_template: str | None = None
+    replaces_each_byte: bool = False
+    cleans_up_spaces: bool = False
     _tokens: Sequence[str] | Mapping[int, str] = ()
 
     @property
@@ -71,6 +75,17 @@ class Tokenizer(Protocol):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of ids; incomplete characters become U+FFFD, ids without a token are skipped."""
+
+    def piece_after(self, before: Sequence[int], token: int) -> str | bytes:
+        """Return what an id adds to the text of the ids before it: whole characters, or bytes that may be a part of one.
+
+        before: the last ids, back to one that `stands_for_text`, or all of them. `IncrementalDecoder` joins the pieces.
+        """
+        return self.detokenize([*before, token])[len(self.detokenize(before)) :]
+
+    def stands_for_text(self, token: int) -> bool:
+        """Return whether behind this id alone the next is decoded as it is behind any text: not as the first of a text."""
+        return bool(self.detokenize([token]))
 
     def id_to_token(self, token: int) -> str:
         """Return how the vocabulary file writes an id."""

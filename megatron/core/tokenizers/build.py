@@ -108,6 +108,10 @@ class ByteTokenizer(Tokenizer):
         """Return the text of the bytes, without ends of documents."""
         return bytes(int(token) for token in ids if token < self.eod).decode(errors="replace")
 
+    def piece_after(self, before: Sequence[int], token: int) -> bytes:
+        """Return the byte that an id is."""
+        return bytes([token] if 0 <= token < self.eod else [])
+
     def id_to_token(self, token: int) -> str:
         """Return a byte as <0x41>."""
         return "<eod>" if token == self.eod else f"<0x{token:02X}>"

@@ -77,6 +77,10 @@ class ByteLevelBPE:
         """Return the text of ids."""
         return b"".join(self.vocab.get(int(token), b"") for token in ids).decode(errors="replace")
 
+    def piece_after(self, before: Sequence[int], token: int) -> bytes:
+        """Return the bytes of an id."""
+        return self.vocab.get(token, b"")
+
     def token_byte_spans(self, text: str) -> list[tuple[int, int]]:
         """Return the byte range of each token."""
         places = np.cumsum([0, *(len(self.vocab[token]) for token in self.tokenize(text))]).tolist()

@@ -12,6 +12,7 @@ a text are ordinary text, as with `split_special_tokens=True`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,7 @@ from megatron.core.tokenizers.base import (
 )
 from megatron.core.tokenizers.bytelevel import BPEFromMerges, ByteLevelBPE, byte_of_character, vocab_token_to_bytes
 from megatron.core.tokenizers.engines import PATTERNS, Engine, tokenizers_engine
+from megatron.core.tokenizers.incremental import REPLACEMENT, clean_up_spaces, decode_pieces
 
 FLAG = "--tokenizer-model"
 NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -43,6 +45,7 @@ NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mask": ("<mask>", "[MASK]"),
     }
 )
+_DECODERS = ("ByteLevel", "WordPiece", "Metaspace", "BPEDecoder", "Replace", "ByteFallback", "Fuse", "Strip")
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -81,6 +84,8 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         self.special = added
         self.added_tokens = self._tokenizer.get_added_tokens_decoder()
+        decoders = _decoder_kinds(json.loads(self._text), path)
+        self._is_byte_level, self.replaces_each_byte = decoders == ["ByteLevel"], "ByteFallback" in decoders
         self.special_ids = tuple(sorted(({*added.values(), *named.values(), *extra} - {None, self.pad}) | {self.eod}))
         frame = _special_ids_around_text(self._tokenizer) if include_special else ((), ())
         self._frame_known = frame is not None
@@ -151,7 +156,27 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._engine_choice[0](texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ids."""
+        """Return the text of ids; of byte tokens that are no character each is U+FFFD."""
+        text = self._decode(ids)
+        if self.replaces_each_byte and REPLACEMENT in text and len(ids) > 1:
+            # The library gives up every character of a run of bytes when one of them belongs to none.
+            return decode_pieces(self, ids)
+        return clean_up_spaces(text) if self.cleans_up_spaces else text
+
+    def piece_after(self, before: Sequence[int], token: int) -> str | bytes:
+        """Return the text of a token behind others, or the bytes that it stands for."""
+        if token not in self._tokens:
+            return b""
+        if self._is_byte_level:
+            return vocab_token_to_bytes(self._tokens[token])
+        byte = _byte_of_token(self._tokens[token]) if self.replaces_each_byte else None
+        before_text = self._decode(before)
+        if byte is not None and (byte >= 0x80 or before_text):
+            return bytes([byte])
+        return self._decode([*before, token])[len(before_text) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        """Return the text that the tokenizers library makes of ids."""
         return self._tokenizer.decode(
             [token for token in map(int, ids) if token in self._tokens], skip_special_tokens=False
         )
@@ -178,6 +203,30 @@ def _load_tokenizer_json(text: str, path: str | Path) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _decoder_kinds(parsed: Mapping[str, Any], path: str | Path) -> list[str]:
+    """Return the types of the decoders of a tokenizer.json, in order. `ConfigError` for those whose text cannot be told
+    token by token: what is already there would change with what follows.
+    """
+    decoder = parsed.get("decoder") or {"type": "Sequence", "decoders": []}
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [str(step["type"]) for step in steps]
+    joined = next((place for place, kind in enumerate(kinds) if kind in ("Fuse", "ByteLevel")), len(kinds))
+    late = [step for step in steps[joined + 1 :] if step["type"] != "Strip" or step.get("stop") or "Fuse" not in kinds]
+    unknown = [kind for kind in kinds if kind not in _DECODERS]
+    if unknown or late or "ByteLevel" in kinds[1:]:
+        raise ConfigError(
+            f"{FLAG} {path}: the decoder {' + '.join(kinds)} is not built here; "
+            "ByteLevel, WordPiece, Metaspace, BPEDecoder, and Replace, ByteFallback, Fuse, Strip in this order are"
+        )
+    return kinds
+
+
+def _byte_of_token(token: str) -> int | None:
+    """Return the byte that a token such as <0xE2> stands for, or None."""
+    found = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
+    return int(found[1], 16) if found else None
 
 
 def _sentinel_number(sentinel: str) -> int:

@@ -11,6 +11,7 @@ Text is normalized by the model, so decoding may not restore it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece tokenizer. kind: `bare`, `begun` (<s> before a text) or `named` (with named special tokens)."""
 
     engine = "text is encoded by sentencepiece: it defines the ids"
+    replaces_each_byte = True
     _tokens: list[str]
 
     def __init__(
@@ -102,11 +104,43 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; added tokens appear by name."""
-        return "".join(
-            part if isinstance(part, str) else self._model.decode(part)
-            for part in self._split_ids_at_added_tokens(map(int, ids))
+        """Return the text of ids; added tokens appear by name, and only the first piece of the model loses its space."""
+        parts: list[str] = []
+        before: list[int] = []
+        for part in self._split_ids_at_added_tokens(map(int, ids)):
+            parts.append(part if isinstance(part, str) else self._decode_after(before, part))
+            if not isinstance(part, str):
+                before = [self._anchor] if parts[-1] else [*before, *part]
+        return "".join(parts)
+
+    def piece_after(self, before: Sequence[int], token: int) -> str | bytes:
+        """Return the text of a piece behind others, or the byte that it stands for."""
+        if not 0 <= token < self.vocab_size:
+            return b""
+        if token >= len(self._model):
+            return self._tokens[token]
+        if self._model.is_byte(token):
+            return bytes([int(self._tokens[token][3:5], 16)])
+        return self._decode_after([one for one in before if 0 <= one < len(self._model)], [token])
+
+    def stands_for_text(self, token: int) -> bool:
+        """Return whether an id is a piece of the model with text: added tokens do not keep a space behind them."""
+        return 0 <= token < len(self._model) and bool(self._model.decode([token]))
+
+    @cached_property
+    def _anchor(self) -> int:
+        """A piece with text, which stands for whatever text precedes."""
+        model = self._model
+        return next(
+            number
+            for number in range(len(model))
+            if not (model.is_control(number) or model.is_byte(number) or model.is_unknown(number))
+            and model.decode([number])
         )
+
+    def _decode_after(self, before: list[int], ids: list[int]) -> str:
+        """Return the text of the model's ids as it is behind others of the model."""
+        return self._model.decode([*before, *ids])[len(self._model.decode(before)) :]
 
     def _split_ids_at_added_tokens(self, ids: Any) -> list[str | list[int]]:
         """Return runs of the model's ids, and the names of added tokens between them; ids without a token are skipped."""

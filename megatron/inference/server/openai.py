@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.inference.detokenizer import IncrementalTokenTexts
+from megatron.core.tokenizers.incremental import decode_certain
+from megatron.inference.detokenizer import IncrementalTokenTexts, TokenText
 from megatron.inference.requests import GenerationEvent, GenerationReply, GenerationRequest, TokenLogprob
 from megatron.inference.sampling import SamplingParams
 from megatron.inference.server.body_fields import (
@@ -156,7 +157,7 @@ def parse_completion_request(body: bytes, serving: GenerationServing) -> Complet
         for part in several
     ]
     texts = (
-        part if isinstance(part, str) else serving.engine.tokenizer.detokenize(_require_known_ids(part, serving))
+        part if isinstance(part, str) else decode_certain(serving.engine.tokenizer, _require_known_ids(part, serving))
         for part in several
     )
     echo = tuple(texts) if fields["echo"] else ()
@@ -343,7 +344,7 @@ def _delta_choice(
     """Return the choice of a streamed event: new text, log-probabilities, finish reason."""
     text = {"delta": {"content": event.text} if event.text else {}} if completion.chat else {"text": event.text}
     logprobs = None
-    if completion.has_logprobs and event.tokens:
+    if completion.has_logprobs and (event.tokens or event.reply is not None and scores.is_incomplete):
         logprobs = scores.format_tokens(event.tokens, last=event.reply is not None)
     return _choice(place, text, logprobs, None if event.reply is None else event.reply.reason)
 
@@ -359,50 +360,62 @@ class _LogprobFormatter:
     """Formats tokens with log-probabilities, as chat completions or completions have them."""
 
     def __init__(self, serving: GenerationServing, chat: bool, spelling: IncrementalTokenTexts) -> None:
-        self._serving, self._chat, self._spelling, self._offset = serving, chat, spelling, 0
+        self._chat, self._spelling, self._offset = chat, spelling, 0
+        self._tokens: list[tuple[TokenLogprob, TokenText]] = []  # that wait for the rest of a character
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether tokens are held back, since the last of them ends in the middle of a character."""
+        return bool(self._tokens)
 
     def format_tokens(self, tokens: Sequence[TokenLogprob], *, last: bool = True) -> dict[str, Any]:
-        """Return the `logprobs` field for the next tokens. last: no more follow."""
-        texts = self._spelling.texts_of_next_ids([token.id for token in tokens], last=last)
-        if self._chat:
-            return {
-                "content": [
-                    {
-                        **_logprob_entry(piece, clamped_logprob(token)),
-                        "top_logprobs": [
-                            _logprob_entry(self._token_text_or_name(number), max(score, LEAST_LOGPROB))
-                            for number, score in token.top
-                        ],
-                    }
-                    for piece, token in zip(texts, tokens, strict=True)
-                ],
-                "refusal": None,
-            }
-        offsets = []
-        for piece in texts:
-            offsets.append(self._offset)
-            self._offset += len(piece)
-        top = [
-            {self._token_text_or_name(number): max(score, LEAST_LOGPROB) for number, score in token.top}
-            if token.logprob is not None
-            else None
-            for token in tokens
-        ]
+        """Return the `logprobs` field for the next tokens, with those that were held back. last: no more follow."""
+        for token in tokens:
+            self._tokens.append((token, self._spelling.add(token.id, [number for number, _ in token.top])))
+        if last and self._tokens:
+            token, written = self._tokens[-1]
+            self._tokens[-1] = (token, replace(written, text=written.text + self._spelling.finish()))
+        ready = [] if self._spelling.is_incomplete else self._tokens
+        self._tokens = self._tokens[len(ready) :]
+        return self._chat_field(ready) if self._chat else self._completion_field(ready)
+
+    def _chat_field(self, tokens: Sequence[tuple[TokenLogprob, TokenText]]) -> dict[str, Any]:
         return {
-            "tokens": texts,
-            "token_logprobs": [clamped_logprob(token) for token in tokens],
+            "content": [
+                {
+                    **_logprob_entry(written.text, written.content, clamped_logprob(token)),
+                    "top_logprobs": [
+                        _logprob_entry(name, content, max(score, LEAST_LOGPROB))
+                        for (name, content), (_, score) in zip(written.others, token.top, strict=True)
+                    ],
+                }
+                for token, written in tokens
+            ],
+            "refusal": None,
+        }
+
+    def _completion_field(self, tokens: Sequence[tuple[TokenLogprob, TokenText]]) -> dict[str, Any]:
+        offsets, top = [], list[dict[str, float] | None]()
+        for token, written in tokens:
+            offsets.append(self._offset)
+            self._offset += len(written.text)
+            # The token itself goes by the name that it has in `tokens`, also where the end completed it.
+            names = [
+                written.text if number == token.id else name
+                for (name, _), (number, _) in zip(written.others, token.top, strict=True)
+            ]
+            scores = [max(score, LEAST_LOGPROB) for _, score in token.top]
+            top.append(None if token.logprob is None else dict(zip(names, scores, strict=True)))
+        return {
+            "tokens": [written.text for _, written in tokens],
+            "token_logprobs": [clamped_logprob(token) for token, _ in tokens],
             "top_logprobs": top,
             "text_offset": offsets,
         }
 
-    def _token_text_or_name(self, token: int) -> str:
-        """Return a token's text, or its name in the vocabulary if it is no text by itself."""
-        text = self._serving.engine.tokenizer.detokenize([token])
-        return text if text and "\ufffd" not in text else self._serving.engine.tokenizer.id_to_token(token)
 
-
-def _logprob_entry(piece: str, logprob: float | None) -> dict[str, Any]:
-    return {"token": piece, "logprob": logprob, "bytes": list(piece.encode("utf-8", "replace"))}
+def _logprob_entry(piece: str, content: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": piece, "logprob": logprob, "bytes": list(content)}
 
 
 def _common_response_fields(completion: CompletionRequest, serving: GenerationServing, kind: str) -> dict[str, Any]:
