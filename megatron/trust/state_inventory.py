@@ -3,7 +3,8 @@
 `INVENTORY` lists what a run must save to continue as if it had never stopped; it is compared bit for bit. A place is a path of
 attributes and keys from the session of `training/loop.py`, such as `trainer.optimizer.scaler.scale`. A test walks everything that
 can be reached from a session before and after some steps, and fails when something has changed that is neither in this table nor
-in the test's list of derived state. `tools/checkpoint/resume_check.py` compares two checkpoints item by item.
+in the test's list of derived state. `tools/checkpoint/resume_check.py` compares two checkpoints item by item, and after them what
+they hold beside: state of an optimizer or a hook that this table does not know.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from glob import escape
 from typing import Any
 
 from megatron.core.config.adapters import is_trained_parameter
@@ -23,6 +25,7 @@ from megatron.trust.compare.checkpoints import CheckpointEntryDifference, compar
 from megatron.trust.compare.contents import matches_pattern
 
 Settings = Mapping[str, Any]
+SETTINGS, OTHER_STATE = "run.config", "state of no known kind"
 # Weights whose products may be in low precision: their stack, their layer's number, and whether it predicts tokens ahead.
 _ROUNDED = re.compile(
     r"^(.*)layers\.(\d+)\.(mtp_model_layer\.)?[a-z_.]*"
@@ -202,7 +205,9 @@ def all_checkpoint_parameter_names(*sources: CheckpointSource) -> list[str]:
 def compare_training_states(
     a: CheckpointSource, b: CheckpointSource, *, world_size: int
 ) -> Iterator[StateCategoryComparison]:
-    """Yield how each category of two checkpoints of one run, of `world_size` ranks, compares; all should be equal."""
+    """Yield how each category of two checkpoints of one run, of `world_size` ranks, compares; all should be equal. Last
+    come the names that no category knows, which are compared like the others.
+    """
     parameters = all_checkpoint_parameter_names(a, b)
     expected = {one.where: expected_state_names(one.settings, world_size, parameters) for one in (a, b)}
     held = {one.where: {*one.formats, *one.values} for one in (a, b)}
@@ -217,3 +222,9 @@ def compare_training_states(
             tuple(f"{name} in {where}" for where, lines in lacking.items() for name in lines),
             tuple(one for one in compare_sources(a, b, patterns=item.names) if one.name not in keys),
         )
+    known = [name for item in INVENTORY for name in item.names] + [SETTINGS]
+    unknown = [name for name in sorted(set().union(*held.values())) if not matches_pattern(name, known)]
+    item = StateCategory(OTHER_STATE, tuple(map(escape, unknown)), ())
+    yield StateCategoryComparison(
+        item, len(unknown), (), tuple(compare_sources(a, b, patterns=item.names)) if unknown else ()
+    )

@@ -14,7 +14,7 @@ from megatron.core.parallel.rng import RandomStreams
 from megatron.tools.checkpoint import resume_check
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.trust.compare.contents import matches_pattern
-from megatron.trust.state_inventory import INVENTORY, StateCategory
+from megatron.trust.state_inventory import INVENTORY, OTHER_STATE, StateCategory
 from tests.helpers.architecture import ROOT
 from tests.helpers.programme import TINY, trained
 
@@ -164,6 +164,25 @@ def test_an_item_that_is_saved_and_not_restored_is_named(
     equal, rows, out = checked(capsys)
     assert not equal and item in names(rows, "DIFFER") and not names(rows, "MISSING"), out
     assert rows[item].split()[1] == "equal"  # at the moment of the kill
+
+
+def test_state_that_no_item_knows_is_compared_too(
+    resumed_here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Checkpointer.state_to_save
+
+    def with_more(self: Checkpointer) -> dict[str, Any]:
+        """With another slot of the optimizer, and the position of a hook."""
+        state = real(self)
+        slots = {name: value for name, value in state.items() if name.startswith("optimizer.exp_avg.")}
+        return {**state, "run.prompts": 7, **{name.replace("exp_avg", "exp_inf"): slots[name] for name in slots}}
+
+    resumed_here.setattr(Checkpointer, "state_to_save", with_more)
+    equal, rows, out = checked(capsys)
+    assert not equal and not names(rows, "DIFFER") and not names(rows, "MISSING"), out
+    (line,) = (line for line in out.splitlines() if line.startswith(OTHER_STATE))
+    assert line.split()[-3:] == ["equal", line.split()[-2], "DIFFER"] and int(line.split()[-2]) > 8, out
+    assert f"{OTHER_STATE}: optimizer.exp_inf." in out
 
 
 def test_flags_that_the_tool_sets_and_runs_that_are_too_short_are_refused(
