@@ -17,6 +17,7 @@ from megatron.training.checkpoint import run_state
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
+from tests.helpers.lazy_collectives import Completion, lazy_collectives
 from tests.helpers.world import Worlds
 
 
@@ -40,6 +41,16 @@ def train_here(changes: dict[str, Any], steps: int) -> tuple[list[float], list[f
     return losses, norms, held_weights(trainer)
 
 
+def train_lazily_here(
+    changes: dict[str, Any], steps: int, completion: Completion
+) -> tuple[list[float], list[float], Held]:
+    """`train_here` over a lazy transport, where every collective must be waited for."""
+    with lazy_collectives(completion) as transport:
+        result = train_here(changes, steps)
+    assert not transport.pending, f"nobody waited for {[work.name for work in transport.pending]}"
+    return result
+
+
 def train_on(trainer: Trainer, steps: int) -> tuple[list[float], list[float]]:
     """Train a trainer for some more steps; losses over all tokens, and gradient norms. A loss of tokens ahead is added."""
     losses, norms = [], []
@@ -52,8 +63,6 @@ def train_on(trainer: Trainer, steps: int) -> tuple[list[float], list[float]]:
         ]
         losses.append(sum(total / count for total, count in pairs))
         norms.append(float(step.grad_norm))
-    for parallel in trainer.parallels:
-        parallel.finish_gather()
     return losses, norms
 
 
@@ -104,10 +113,13 @@ def assemble(held: list[Held]) -> dict[str, Tensor]:
     return whole
 
 
-def train(world: Worlds, ranks: int, changes: dict[str, Any], steps: int = 3) -> Outcome:
-    """Train on `ranks` ranks of a pool."""
-    results = world(ranks).run(train_here, changes, steps)
-    return outcome(results)
+def train(
+    world: Worlds, ranks: int, changes: dict[str, Any], steps: int = 3, *, completion: Completion | None = None
+) -> Outcome:
+    """Train on `ranks` ranks of a pool. completion: of collectives, over a lazy transport."""
+    if completion is None:
+        return outcome(world(ranks).run(train_here, changes, steps))
+    return outcome(world(ranks).run(train_lazily_here, changes, steps, completion))
 
 
 def train_alone(changes: dict[str, Any], steps: int = 3) -> Outcome:

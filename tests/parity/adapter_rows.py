@@ -102,6 +102,8 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("pp2 zb", "frozen"),
     ("tp2 rings", "lora"),
     ("tp2 sp dp2 overlap-reduce overlap-gather bucket200 recompute-all-parts", "lora-some"),
+    ("dp2 overlap-gather bucket200", "dora"),
+    ("ep2 dp4 zero overlap-gather bucket200", "lora-moe"),
     ("pp2 dp2 zero", "lora-saved"),
     ("tp2 sp pp2", "lora-t5"),
     ("tp2 sp", "lora-bert"),

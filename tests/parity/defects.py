@@ -45,6 +45,7 @@ from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.stack import TransformerStack
 from megatron.training import trainer as stages
 from megatron.training.step import StepWork
+from tests.helpers.lazy_collectives import lazy_collectives
 from tests.helpers.training import Held, train_here
 from tests.parity.adapter_defects import ADAPTERS
 from tests.parity.attention_defects import VARIANTS
@@ -53,6 +54,7 @@ from tests.parity.defect import Defect, collectives_with, nothing, sum_replicate
 from tests.parity.expert_defects import EXPERTS
 from tests.parity.hybrid_defects import HYBRIDS
 from tests.parity.latent_defects import LATENTS
+from tests.parity.overlap_defects import OVERLAPS
 from tests.parity.rounding_defects import ROUNDING
 from tests.parity.routing_defects import ROUTING
 from tests.parity.update_defects import UPDATES
@@ -71,8 +73,8 @@ def planted(name: str) -> Iterator[None]:
 
 
 def train_planted_here(name: str, changes: dict[str, Any], steps: int) -> tuple[list[float], list[float], Held]:
-    """On every rank: train with the mistake."""
-    with planted(name):
+    """On every rank: train with the mistake, over collectives that are complete only once they were waited for."""
+    with planted(name), lazy_collectives("on_wait"):
         return train_here(changes, steps)
 
 
@@ -685,4 +687,5 @@ DEFECTS: tuple[Defect, ...] = (
     *HYBRIDS,
     *VISION,
     *ROUNDING,
+    *OVERLAPS,
 )

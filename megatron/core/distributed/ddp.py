@@ -2,13 +2,13 @@
 
 One `DataParallel` serves one stage. During the last backward pass of a step, the reduction of a bucket starts as soon
 as all its gradients are complete (`--overlap-grad-reduce`), in the order of the buckets, which is the same on every
-rank. After the step, owners all-gather their new parameters; with `--overlap-param-gather` each module waits for its
-own bucket only when its next forward pass begins.
+rank. After the step, owners all-gather their new parameters; with `--overlap-param-gather` each module waits for the
+buckets of its parameters only when its next forward pass begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
@@ -74,7 +74,7 @@ class DataParallel:
         ]
         if overlap_gather:
             for child in module.modules():
-                if any(True for _ in child.parameters(recurse=False)):
+                if any(True for _ in _params_read_by_call(child)):
                     child.register_forward_pre_hook(self._before_forward)
         self.regather_loaded_params()
 
@@ -129,10 +129,11 @@ class DataParallel:
             self._launch_next_reduction()
 
     def finish_reduction(self) -> None:
-        """Wait until every bucket is reduced."""
+        """Wait until every bucket is reduced; and for gathers of modules that no pass has called, before an update."""
         for work in self._reducing:
             collectives.wait(work)
         self._reducing.clear()
+        self.finish_gather()
 
     def start_gather(self) -> None:
         """Start to all-gather the owned parameters, in the order in which the forward pass needs the buckets; wait for
@@ -162,8 +163,8 @@ class DataParallel:
             collectives.wait(work)
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
-        """Forward pre-hook: wait until the module's own parameters are gathered."""
-        self.wait_for_params(module.parameters(recurse=False))
+        """Forward pre-hook: wait until the parameters that the module reads itself are gathered."""
+        self.wait_for_params(_params_read_by_call(module))
 
     def wait_for_params(self, params: Iterable[torch.Tensor]) -> None:
         """Wait until these parameters (any shape) are all-gathered, before a module uses them."""
@@ -202,6 +203,16 @@ class DataParallel:
             bucket.grad /= self.divisor
             op = "sum"
         self._reducing.append(_start_bucket_reduction(bucket, op))
+
+
+def _params_read_by_call(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that a call of the module reads before it calls another: its own, and those of submodules
+    without a `forward`, such as LoRA factors and containers, which have no forward pass of their own to wait in.
+    """
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _params_read_by_call(child)
 
 
 def _on_gradient_accumulated(

@@ -22,9 +22,12 @@ Slot = tuple[str, OwnedSegment, Tensor]
 
 
 def weights_of(trainer: Trainer, *, rounded: bool = False) -> Tree:
-    """The weights that this rank holds: views of them. rounded: as they work, also where a rank has only their main weights."""
+    """The weights that this rank holds: views of them, which are gathered. rounded: as they work, also where a rank has
+    only their main weights.
+    """
     weights: Tree = {}
     for parallel in trainer.parallels:
+        parallel.finish_gather()
         for param in parallel.whole_params:
             add_sharded_tensor(
                 weights, f"model.{param_spec_of(param).name}", sharded_parameter(param, trainer.run.mesh)
