@@ -207,7 +207,7 @@ def _split_prompt_answer(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _build_answer_sample(documents: Sequence[np.ndarray], size: int) -> Sample:
     """Concatenate documents to a sample of `size` tokens; loss_mask is 1 at the last label of each answer."""
-    names = ("tokens", "labels", "position_ids", "document_ids", "preference", "answer_mask")
+    names = ("tokens", "labels", "position_ids", "document_ids", "preference", "answer_mask", "padding_mask")
     sample: Sample = {name: np.zeros(size, np.int64) for name in names}
     sample["loss_mask"], at = np.zeros(size, np.float32), 0
     for document, ids in enumerate(documents):
@@ -218,6 +218,7 @@ def _build_answer_sample(documents: Sequence[np.ndarray], size: int) -> Sample:
         sample["answer_mask"][at:end] = ids[1:] >= 0
         sample["loss_mask"][at + np.flatnonzero(ids[1:] >= 0)[-1]] = 1
         at = end
+    sample["padding_mask"][:at] = 1
     sample["position_ids"][at:] = np.arange(size - at)
     sample["document_ids"][at:] = len(documents)
     for name in ("tokens", "labels"):  # an id of a prompt is kept as ~id

@@ -9,6 +9,7 @@ Row arrays are [rows, s]. Position t of a row holds token t, and everything else
     position_ids, document_ids  of packed rollouts    rl_generation   its log-probability by the generation engine
     rl_answer     number of the rollout in its row    rl_old, rl_reference  by the policy of this round, and by the reference
     rl_place      row * s + position: where values that are computed from the batch belong
+    padding_mask  0 behind rollouts, and in empty rows
     rl_routes                     of rollouts with routing replay, the experts of token t in all layers, [rows, layers * k, s]
     rl_value, rl_return  of a critic's state before the token: its value in this round, and what it should have been
 """
@@ -91,7 +92,7 @@ def build_training_rows(
     """
     slots = assign_rollout_slots(rollouts, length, packed=packed)
     count = max(1, -(-(max((slot.row for slot in slots), default=-1) + 1) // multiple)) * multiple
-    integers = ("labels", "position_ids", "document_ids", "rl_answer", "loss_mask")
+    integers = ("labels", "position_ids", "document_ids", "rl_answer", "loss_mask", "padding_mask")
     floats = ("rl_advantage", "rl_weight", "rl_generation", "rl_old", "rl_reference", "rl_value", "rl_return")
     rows: Arrays = {"tokens": np.full((count, length), padding, np.int64)}
     rows |= {name: np.zeros((count, length), np.int64) for name in integers}
@@ -108,7 +109,7 @@ def build_training_rows(
         rows["tokens"][here], rows["labels"][here] = rollout.ids[:-1], rollout.ids[1:]
         rows["position_ids"][here] = np.arange(size)
         rows["document_ids"][here] = rows["rl_answer"][here] = slot.number
-        rows["loss_mask"][here] = rollout.sampled[1:]
+        rows["loss_mask"][here], rows["padding_mask"][here] = rollout.sampled[1:], 1
         if rollout.routes:
             rows["rl_routes"][slot.row, :, slot.start : slot.start + size] = np.array(rollout.routes[:size]).T
         rows["rl_advantage"][here] = trained.advantages[1:] or trained.advantage

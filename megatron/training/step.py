@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron.core.config.plan import num_layers_of_mtp_depth
 from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache
@@ -162,7 +163,10 @@ class StepWork:
             train, dp = self.trainer.run.config.train, self.trainer.run.mesh.dp
             sample = (microbatch * dp.size + dp.rank) * train.micro_batch_size
             self._contexts[microbatch] = MicrobatchContext(
-                self._layer_loss_weight(self._microbatch(microbatch)), training=self.training, sample=sample
+                self._layer_loss_weight(self._microbatch(microbatch)),
+                training=self.training,
+                sample=sample,
+                token_masks=self._microbatch(microbatch).token_masks,
             )
         return self._contexts[microbatch]
 
@@ -267,10 +271,12 @@ def _expert_loads(trainer: Trainer) -> ExpertLoads | None:
     model = trainer.run.config.model
     if not model.moe.num_experts:
         return None
-    shape = (model.num_layers + (model.mtp.mtp_num_layers or 0), model.moe.num_experts + 1)
+    num_mtp_layers = (model.mtp.mtp_num_layers or 0) * num_layers_of_mtp_depth(model)
+    shape = (model.num_layers + num_mtp_layers, model.moe.num_experts + 1)
     table = torch.zeros(shape, dtype=torch.int64, device=trainer.run.mesh.device)
     for router in routers_of(trainer.stages):
-        table[router.layer : router.layer + len(router.tally)] = router.tally
+        for depth_index, tally in enumerate(router.tally):
+            table[router.layer_number(depth_index)] = tally
     return ExpertLoads(table, model.moe.moe_per_layer_logging)
 
 

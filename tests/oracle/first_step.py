@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.plan import LayerPlan, network_layer_plans
+from megatron.core.config.plan import LayerPlan, mtp_depth_layer_plans, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, PositionConfig
 
 Weights = Mapping[str, Tensor]
@@ -32,11 +32,12 @@ ACTIVATIONS = {
 
 @dataclass(slots=True)
 class Microbatch:
-    """tokens, labels: int64 [b, s]; mask: [b, s], 1 where a label counts."""
+    """tokens, labels: int64 [b, s]; mask: [b, s], 1 where a label counts. present: bool [b, s], False where padding stands."""
 
     tokens: Tensor
     labels: Tensor
     mask: Tensor
+    present: Tensor
 
 
 @dataclass(slots=True)
@@ -50,9 +51,12 @@ class Found:
 
 @dataclass(slots=True)
 class Notes:
-    """What the layers of a microbatch add beside the tokens' losses. objective: a sum of coefficient * loss."""
+    """What the layers of a microbatch add beside the tokens' losses. objective: a sum of coefficient * loss. present: bool [b, s],
+    the tokens that routers count.
+    """
 
     objective: Tensor
+    present: Tensor
     notes: dict[str, list[Tensor]] = field(default_factory=dict)
     loads: dict[str, Tensor] = field(default_factory=dict)
 
@@ -81,7 +85,10 @@ class Decoder:
             )
             both = torch.cat((self.norm(f"{here}enorm", ahead), self.norm(f"{here}hnorm", x)), dim=-1)
             x = both @ self.weights[f"{here}eh_proj.weight"].T
-            x = self.layer(f"{here}mtp_model_layer.", plans[-1], x, side, model.num_layers + depth - 1)
+            # A depth has no token where it reads padding; behind the sequence's end there is none to see.
+            side.present = batch.present & F.pad(batch.present[:, depth:], (0, depth), value=True)
+            plan = mtp_depth_layer_plans(model, 0 if model.mtp.mtp_use_repeated_layer else depth - 1)[0]
+            x = self.layer(f"{here}mtp_model_layer.", plan, x, side, model.num_layers + depth - 1)
             x = self.norm(f"{here}final_layernorm", x)
             found.append(self.head(x, shifted(batch.labels, depth)))
         return found
@@ -222,9 +229,8 @@ class Decoder:
         scores = self.linear(f"{here}router", x).transpose(0, 1).reshape(s * b, -1)  # token i is of sequence i % b
         chosen, weights = self.choice(scores, self.weights.get(f"{here}router.expert_bias"))
         self.balance(here, scores, b, side, number)
-        load = torch.zeros(moe.num_experts, dtype=torch.int64).index_add_(
-            0, chosen.flatten(), torch.ones(chosen.numel(), dtype=torch.int64)
-        )
+        counted = chosen[side.present.T.flatten()].flatten()
+        load = torch.zeros(moe.num_experts, dtype=torch.int64).index_add_(0, counted, torch.ones_like(counted))
         key = f"load_layer_{number}"
         side.loads[key] = side.loads.get(key, 0) + load
         tokens = x.transpose(0, 1).reshape(s * b, h)
@@ -297,7 +303,11 @@ class Decoder:
 
     def balance(self, here: str, scores: Tensor, b: int, side: Notes, number: int) -> None:
         """Balancing losses, E * sum of share of choices * mean score (Switch, 2022), and the z-loss (ST-MoE, 2022)."""
-        moe, total = self.model.moe, scores.shape[0]
+        moe, present = self.model.moe, side.present.T.flatten()
+        sequence = (torch.arange(len(scores)) % b)[present]
+        scores = scores[present]
+        if not len(scores):
+            return
         shares = (
             scores.softmax(-1)
             if moe.moe_router_score_function == "softmax"
@@ -313,13 +323,12 @@ class Decoder:
             if not coefficient or kind == "none":
                 continue
             if kind == "seq_aux_loss":
-                own = shares.view(-1, b, moe.num_experts), hits.view(-1, b, moe.num_experts)
-                fractions = own[1].sum(0) / (total // b * moe.moe_router_topk)
-                note(
-                    "seq_load_balancing_loss",
-                    moe.num_experts * (fractions * own[0].mean(0)).sum(-1).mean(),
-                    coefficient,
-                )
+                each = [
+                    moe.num_experts * (hits[own].mean(0) / moe.moe_router_topk * shares[own].mean(0)).sum()
+                    for own in (sequence == number for number in range(b))
+                    if own.any()
+                ]
+                note("seq_load_balancing_loss", sum(each) / len(each), coefficient)
                 continue
             counts = hits.sum(0)
             if kind == "global_aux_loss":
@@ -404,7 +413,7 @@ def first_step(model: ModelConfig, weights: Weights, batches: Sequence[Microbatc
     loads: dict[str, Tensor] = {}
     objective = torch.zeros((), dtype=torch.float64)
     for batch in batches:
-        side = Notes(torch.zeros((), dtype=torch.float64))
+        side = Notes(torch.zeros((), dtype=torch.float64), batch.present)
         following, *ahead = network.losses(batch, side)
         own = float(batch.mask.sum())
         total = (following * batch.mask).sum()
@@ -417,7 +426,7 @@ def first_step(model: ModelConfig, weights: Weights, batches: Sequence[Microbatc
             add(sums, f"mtp_{depth} loss", (losses * mask).sum(), float(mask.sum()))
             total = total + factor / depths * ratio * (losses * mask).sum()
         share = own / every if per_token else 1 / len(batches)
-        objective = objective + total / own * share + side.objective * share
+        objective = objective + total / max(own, 1.0) * share + side.objective * share
         for name, found in side.notes.items():
             for loss in found:
                 add(sums, name, loss, 1.0)

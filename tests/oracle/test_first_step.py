@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -9,9 +11,10 @@ import pytest
 import torch
 
 from megatron.core.config.flags import config_from_flat_dict
-from megatron.core.config.settings.run import RequestedRun
+from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.parallel.spec import param_spec_of
 from megatron.training.cli.preflight import resolve_and_examine
+from megatron.training.data.batch import Batch
 from megatron.training.step import train_step
 from tests.helpers import tiny
 from tests.oracle.first_step import Microbatch, first_step
@@ -176,7 +179,21 @@ def accepted(count: int, first: int) -> list[int]:
     return found
 
 
-def compare(settings: dict[str, Any]) -> None:
+def with_padding(batches: Iterator[Batch], config: RunConfig) -> Iterator[Batch]:
+    """The microbatches, of which most samples end in padding, and one is nothing else."""
+    generator = torch.Generator().manual_seed(6)
+    for number, batch in enumerate(batches):
+        size, length = batch.tokens.shape
+        lengths = torch.randint(0 if number == 1 else length // 3, length + 1, (size,), generator=generator)
+        lengths[-1] = 0 if number == 1 else lengths[-1]
+        mask = (torch.arange(length) < lengths[:, None]).long()
+        masked = replace(batch, loss_mask=batch.loss_mask * mask, extras={"padding_mask": mask})
+        yield masked.with_future_tokens(
+            config.model.mtp.mtp_num_layers or 0, per_token=config.train.calculate_per_token_loss
+        )
+
+
+def compare(settings: dict[str, Any], *, padded: bool = False) -> None:
     """One step of ours and of the oracle, from the same weights and on the same samples."""
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**settings)))
     config = trainer.run.config
@@ -188,12 +205,19 @@ def compare(settings: dict[str, Any]) -> None:
         ):  # norms and biases are constant at first: none may be forgotten
             param.data.add_(torch.randn(param.shape, generator=generator, dtype=param.dtype), alpha=0.2)
         weights[param_spec_of(param).name] = param.detach().clone()
+    drawn = list(tiny.short_run_batches(trainer.run, 0))
+    drawn = list(with_padding(iter(drawn), config)) if padded else drawn
     batches = [
-        Microbatch(batch.tokens, batch.labels, batch.loss_mask.double())
-        for batch in tiny.short_run_batches(trainer.run, 0)
+        Microbatch(
+            batch.tokens,
+            batch.labels,
+            batch.loss_mask.double(),
+            batch.extras["padding_mask"].bool() if padded else torch.ones_like(batch.tokens, dtype=torch.bool),
+        )
+        for batch in drawn
     ]
     expected = first_step(config.model, weights, batches, per_token=config.train.calculate_per_token_loss)
-    step = train_step(trainer, tiny.short_run_batches(trainer.run, 0))
+    step = train_step(trainer, iter(drawn))
     found = {name: float(total / count) for name, (total, count) in step.losses.items()}
     assert {name for name in found if not name.startswith("moe/")} == set(expected.losses), settings
     for name, value in expected.losses.items():
@@ -207,6 +231,19 @@ def compare(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("seed", accepted(40, first=0))
 def test_the_first_step_is_that_of_the_formulas(seed: int) -> None:
     compare(composition(seed))
+
+
+@pytest.mark.parametrize("seed", [seed for seed in accepted(40, first=0) if composition(seed).get("num_experts")][:8])
+def test_padding_counts_in_no_balance(seed: int) -> None:
+    compare(composition(seed), padded=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(3000, 4000, 100))
+def test_padding_counts_in_no_balance_of_many_compositions(first: int) -> None:
+    for seed in accepted(50, first=first):
+        if composition(seed).get("num_experts"):
+            compare(composition(seed), padded=True)
 
 
 @pytest.mark.nightly

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer import router
-from megatron.core.transformer.forward_context import MicrobatchContext
+from megatron.core.transformer.forward_context import ForwardContext, MicrobatchContext
 from megatron.core.transformer.router import TopKRouter
 from megatron.training.data.batch import Batch
 from megatron.training.step import StepWork
@@ -29,12 +30,29 @@ def _kept(tensor: Tensor, *_: Any) -> Tensor:
     return tensor
 
 
-def _mean_over_own_tokens(scores: Tensor, chosen: Tensor, *, num_tokens: int) -> Tensor:
-    return _share(scores, chosen, num_tokens=len(scores) // len(chosen))
+def _mean_over_own_tokens(scores: Tensor, chosen: Tensor, *, num_tokens: Tensor, is_token: Tensor | None) -> Tensor:
+    own = torch.full_like(num_tokens, len(scores) // len(chosen))
+    return _share(scores, chosen, num_tokens=own, is_token=is_token)
 
 
-def _size_over_own_tokens(scores: Tensor, *, num_tokens: int) -> Tensor:
-    return _size(scores, num_tokens=len(scores))
+def _size_over_own_tokens(scores: Tensor, *, num_tokens: Tensor, is_token: Tensor | None) -> Tensor:
+    return _size(scores, num_tokens=torch.full_like(num_tokens, len(scores)), is_token=is_token)
+
+
+def _count_own_tokens(self: TopKRouter, scores: Tensor, num_sequences: int, is_token: Tensor | None) -> Tensor:
+    assert is_token is not None, "the row has padding"
+    return is_token.view(-1, num_sequences).sum(0).to(scores.dtype)
+
+
+def _mask_of_the_first_piece(self: TopKRouter, x: Tensor, context: ForwardContext, fill: int) -> Tensor | None:
+    mask = context.token_mask
+    return None if mask is None else mask[: len(x)].flatten()
+
+
+def _every_place_a_token_on_later_stages(self: ForwardContext) -> Tensor | None:
+    microbatch = self.microbatch_context
+    mask = None if microbatch is None else microbatch.token_masks.get("padding_mask")
+    return mask if dist.get_rank() == 0 else None
 
 
 def _without_the_number_of_data_ranks(self: StepWork, batch: Batch) -> float | Tensor:
@@ -73,6 +91,21 @@ ROUTING: tuple[Defect, ...] = (
         "a rank knows only its own choices",
         (("tp2 sp", "moe-balanced"), ("cp2", "moe-balanced"), ("ep4 dp4", "moe-no-aux")),
         ((router, "collectives", collectives_with(all_reduce=_kept)),),
+    ),
+    Defect(
+        "tokens that are not padding are counted on each rank alone",
+        (("tp2 sp ep2 dp2", "moe-sft"), ("cp2 ep2", "moe-sft")),
+        ((TopKRouter, "_count_tokens", _count_own_tokens),),
+    ),
+    Defect(
+        "every tensor rank takes the first piece of the mask of padding",
+        (("tp2 sp ep2 dp2", "moe-sft"), ("tp2 ep2 etp1 dp2 alltoall", "moe-sft")),
+        ((TopKRouter, "_token_mask", _mask_of_the_first_piece),),
+    ),
+    Defect(
+        "padding is left out on the first rank only",
+        (("pp4", "moe-sft"), ("dp2", "moe-sft")),
+        ((ForwardContext, "token_mask", property(_every_place_a_token_on_later_stages)),),
     ),
     Defect(
         "balancing losses count once a data rank",

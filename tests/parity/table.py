@@ -202,6 +202,10 @@ MODELS: dict[str, Changes] = {
     "moe-no-aux": {**_MOE, "num_experts": 8, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
                    "moe_router_bias_update_rate": 0.05, "moe_router_load_balancing_type": ("none",), "moe_router_num_groups": 4,
                    "moe_router_group_topk": 2, "moe_router_topk": 4},
+    # Of conversations, which end in padding, as does a row that only fills up the step.
+    "moe-sft": {**_MOE, "sft": True, "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"), "moe_aux_loss_coeff": (0.1, 0.05),
+                "moe_z_loss_coeff": 0.01, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+                "moe_router_bias_update_rate": 0.05, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3},
     "moe-global": {**_MOE, "moe_router_load_balancing_type": ("global_aux_loss",), "moe_aux_loss_coeff": (0.2,)},
     "moe-sinkhorn": {**_MOE, "moe_router_load_balancing_type": ("sinkhorn",)},
     "moe-forced": {**_MOE, "moe_router_force_load_balancing": True},
@@ -511,6 +515,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("tp2 sp", "moe-balanced"),
     ("tp2 ep2 etp1", "moe-balanced"),
     ("pp2 ep2 dp2", "moe-balanced"),
+    ("tp2 sp ep2 dp2", "moe-sft"), ("tp2 ep2 etp1 dp2 alltoall", "moe-sft"), ("cp2 ep2", "moe-sft"), ("dp2", "moe-sft"), ("pp4", "moe-sft"),
     ("ep2 dp2 average", "moe-mean"),
     ("tp2 sp pp2 dp2 ep2 etp1 zero alltoall", "moe-mean"),
     ("ep4 dp4", "moe-no-aux"),

@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Literal
 
 from megatron.core.config.adapters import AdapterPlan, layer_adapter_plans
@@ -107,7 +108,7 @@ def _layer_plans_before_adapters(model: ModelConfig) -> tuple[LayerPlan, ...]:
             model.decoder_num_layers, has_cross_attention=True
         )
     if model.hybrid.layer_symbols:
-        return _hybrid_layer_plans(model)
+        return _hybrid_layer_plans(model, model.hybrid.layer_symbols)
     rows = uniform_layer_plans(model.num_layers, causal=model.architecture == "gpt")
     parallel_mixer = "mamba" if model.hybrid.parallel_mamba else "none"
     return tuple(
@@ -130,35 +131,36 @@ def _layer_plans_before_adapters(model: ModelConfig) -> tuple[LayerPlan, ...]:
     )
 
 
-def _hybrid_layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
-    """Return the plans of a hybrid network, one a symbol; window and rotary patterns count all layers."""
-    rows = []  # a number of layers that is not that of the symbols a rule refuses
-    for index, (symbol, windowed, rope) in enumerate(
-        zip(model.hybrid.layer_symbols, _is_windowed_by_layer(model), _is_rotary_by_layer(model), strict=False)
-    ):
+def _hybrid_layer_plans(model: ModelConfig, symbols: str, first: int = 0) -> tuple[LayerPlan, ...]:
+    """Return the plans of layers of a hybrid network, one a symbol, numbered from `first`; window and rotary patterns
+    begin with the first symbol and count all layers.
+    """
+    rows, windows, rotations = [], cycle(_is_windowed_by_layer(model)), cycle(_is_rotary_by_layer(model))
+    for index, (symbol, windowed, rope) in enumerate(zip(symbols, windows, rotations, strict=False), start=first):
         mixer, mlp = SYMBOLS.get(symbol, ("none", "none"))  # what is unknown a rule refuses
         attends = mixer in ("attention", "mla")
-        rows.append(
-            LayerPlan(
-                index,
-                mixer,
-                window=model.parsed_window_size if windowed and attends else None,
-                rope=rope and attends,
-                mlp=mlp,
-            )
-        )
+        window = model.parsed_window_size if windowed and attends else None
+        rows.append(LayerPlan(index, mixer, window=window, rope=rope and attends, mlp=mlp))
     return tuple(rows)
 
 
 def mtp_depth_layer_plans(model: ModelConfig, depth: int) -> tuple[LayerPlan, ...]:
-    """Return the plans of an MTP depth (from 0): those of its symbols, or one like the last layer, without adapters."""
-    if not model.hybrid.mtp_patterns:
-        return (replace(network_layer_plans(model)[-1], index=model.num_layers + depth, adapters=()),)
-    symbols = model.hybrid.mtp_patterns[0]
-    return tuple(
-        LayerPlan(model.num_layers + depth * len(symbols) + place, mixer, mlp=mlp)
-        for place, (mixer, mlp) in enumerate(SYMBOLS.get(symbol, ("none", "none")) for symbol in symbols)
-    )
+    """Return the plans of an MTP depth (from 0): those of its symbols, or one like the last layer, without adapters.
+
+    Patterns of windows and rotations begin anew, as in Megatron: with the first symbol, or with the first depth.
+    """
+    first = model.num_layers + depth * num_layers_of_mtp_depth(model)
+    if model.hybrid.mtp_patterns:
+        return _hybrid_layer_plans(model, model.hybrid.mtp_patterns[0], first)
+    place = depth % model.num_layers
+    window = model.parsed_window_size if _is_windowed_by_layer(model)[place] else None
+    like = replace(network_layer_plans(model)[-1], window=window, rope=_is_rotary_by_layer(model)[place])
+    return (replace(like, index=first, adapters=()),)
+
+
+def num_layers_of_mtp_depth(model: ModelConfig) -> int:
+    """Return how many layers one depth of multi-token prediction has: one, or in a hybrid network one a symbol."""
+    return len(model.hybrid.mtp_patterns[0]) if model.hybrid.mtp_patterns else 1
 
 
 def _mixer_of_each_layer(model: ModelConfig) -> list[str]:
@@ -173,7 +175,7 @@ def _mixer_of_each_layer(model: ModelConfig) -> list[str]:
 def _is_windowed_by_layer(model: ModelConfig) -> list[bool]:
     """Return for every layer whether it has a window."""
     windowed = _all_but_every_nth(model, model.window_attn_skip_freq, "--window-attn-skip-freq")
-    return windowed if model.window_size is not None else [False] * model.num_layers
+    return [one and model.window_size is not None for one in windowed]
 
 
 def _is_rotary_by_layer(model: ModelConfig) -> list[bool]:

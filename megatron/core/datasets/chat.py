@@ -40,7 +40,7 @@ class ChatDataset:
     """The conversations of some documents of a source, as shuffled samples of `sequence_length` tokens.
 
     source: a sequence a conversation, ids that are not learnt as ~id. request: its part is a range of documents. A
-    sample holds tokens, labels, position_ids, document_ids (int64 [L]) and loss_mask (float32 [L]).
+    sample holds tokens, labels, position_ids, document_ids, padding_mask (int64 [L]; 0 at padding) and loss_mask (float32 [L]).
     """
 
     def __init__(self, source: TokenSource, request: SplitRequest, *, sequence_length: int, seed: int) -> None:
@@ -127,6 +127,7 @@ class ChatDataset:
             "loss_mask": loss_mask,
             "position_ids": positions,
             "document_ids": documents,
+            "padding_mask": (self._places < at).astype(np.int64),
         }
 
     def token_sources(self, index: int) -> list[TokenSpan]:

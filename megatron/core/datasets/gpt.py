@@ -116,6 +116,7 @@ class GPTDataset:
         self.shuffle_index = arrays["shuffle_index"]
         self.source, self.options, self.description, self.rearrange = source, options, description, rearrange
         self.prefix, self.tokens_per_epoch, self.samples_per_epoch = source.prefix, tokens, tokens / size
+        self._can_pad = options.pad != NO_PAD or options.keep_partial or rearrange is not None
         self._positions = np.arange(size, dtype=np.int64)
         self._positions.flags.writeable = False
 
@@ -134,6 +135,8 @@ class GPTDataset:
         if options.eod_mask_loss or options.reset_position_ids or options.reset_attention_mask:
             self._reset_at_document_ends(sample)
         padding = labels == options.pad
+        if self._can_pad:
+            sample["padding_mask"] = (tokens != options.pad).astype(np.int64)
         if padding.any() or tokens[0] == options.pad:
             loss_mask[padding] = 0
             labels[padding] = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,11 +35,19 @@ class MicrobatchContext:
 
     weight: what a mean over this microbatch's tokens counts in the objective of the step, loss scale included. sample: number
     of the microbatch's first sample in the run. Layers keep a `MicrobatchContext` from their forward pass, so a recomputed pass finds the
-    one of its own microbatch. metrics: name -> [sum, count]. routes: layer -> the experts that its tokens use, int64 [s, b, k], where they are given.
+    one of its own microbatch. token_masks: name in the batch -> bool [s or s/cp, b], False at padding; see `ForwardContext.token_mask`.
+    metrics: name -> [sum, count]. routes: layer -> the experts that its tokens use, int64 [s, b, k], where they are given.
     """
 
-    def __init__(self, weight: float | Tensor, *, training: bool, sample: int = 0) -> None:
-        self.weight, self.training, self.sample = weight, training, sample
+    def __init__(
+        self,
+        weight: float | Tensor,
+        *,
+        training: bool,
+        sample: int = 0,
+        token_masks: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        self.weight, self.training, self.sample, self.token_masks = weight, training, sample, token_masks
         self.metrics: dict[str, Tensor] = {}
         self.routes: Mapping[int, Tensor] | None = None
         self._retained: dict[object, Any] = {}
@@ -87,6 +96,17 @@ class ForwardContext:
     microbatch_context: MicrobatchContext | None = None
     cache: DecodingCache | None = None
     depth: int = 0
+
+    @property
+    def token_mask(self) -> Tensor | None:
+        """Which tokens of the microbatch are not padding, bool [s or s/cp, b]; None: all, or nobody listens.
+
+        At a depth of multi-token prediction, also where the token ahead that it reads is none.
+        """
+        if self.microbatch_context is None:
+            return None
+        name = f"mtp_{self.depth}_padding_mask" if self.depth else "padding_mask"
+        return self.microbatch_context.token_masks.get(name)
 
     def attention_kernel(self, build: LayerBuildContext, layer: int) -> Callable[..., Tensor]:
         """Return the attention kernel of the run ([s, b, n, d] in, [s, b, n * d] out); with a cache, one that attends

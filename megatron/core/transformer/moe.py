@@ -194,7 +194,7 @@ class MoELayer(nn.Module):
         """Route, dispatch, compute and combine normed tokens, add the shared experts. x, result: [s or s/tp, b, h]."""
         moe, region, length = self.build.model.moe, self.build.tp_region, x.shape[0]
         own = region.scatter_tokens(x)
-        routing = self.router(own, context)
+        routing = self.router(own, context, fill=own.shape[0] * region.axis.size - region.whole_sequence_length(length))
         dispatched = self.dispatcher.dispatch(
             own.flatten(0, 1), routing, routing.capacity if moe.moe_pad_expert_input_to_capacity else None
         )

@@ -9,7 +9,8 @@ Every token of a microbatch is routed on exactly one rank: where tensor ranks ho
 the caller splits them first. So the gradients of the router's weights are shares of a sum over the tensor ranks, and counts
 add up over all of them.
 
-Capacity follows from the tokens of one rank, as in Megatron: what is dropped depends on how tokens lie on ranks.
+Capacity follows from the tokens of one rank, as in Megatron: what is dropped depends on how tokens lie on ranks. Padding is
+routed and takes capacity as a token does, but counts neither in losses nor in loads.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.plan import LayerPlan
+from megatron.core.config.plan import LayerPlan, num_layers_of_mtp_depth
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import derive_seed
@@ -83,6 +84,7 @@ class TopKRouter(nn.Module):
         if self.moe.moe_router_enable_expert_bias:
             self.expert_bias = meta_parameter(each, build.mesh, torch.float32)
             self.expert_bias.requires_grad_(False)
+        self.layers_of_depth = num_layers_of_mtp_depth(model)
         repeated = model.mtp.mtp_use_repeated_layer and plan.index >= model.num_layers
         depths = (model.mtp.mtp_num_layers or 1) if repeated else 1
         # Of the step that is under way: choices of this rank's tokens [e] and how many were dropped [1], by the depths that
@@ -93,8 +95,11 @@ class TopKRouter(nn.Module):
         self.replayed: Mapping[tuple[int, int], Tensor] | None = None
         self.observed: list[Tensor] | None = None  # takes the choices of each pass, where the caller wants them
 
-    def forward(self, x: Tensor, context: ForwardContext) -> ExpertRouting:
-        """Route this rank's tokens. x: [positions, b, h]. Returns the routing of its t = positions * b tokens."""
+    def forward(self, x: Tensor, context: ForwardContext, *, fill: int = 0) -> ExpertRouting:
+        """Route this rank's tokens. x: [positions, b, h]. Returns the routing of its t = positions * b tokens.
+
+        fill: positions at the end of the last tensor rank that only fill up its piece of the sequence.
+        """
         microbatch_context = context.microbatch_context
         routes = None if microbatch_context is None or context.depth else microbatch_context.routes
         if microbatch_context is not None and not microbatch_context.training:
@@ -110,15 +115,16 @@ class TopKRouter(nn.Module):
         if self.observed is not None:
             self.observed.append(experts)
         weights = routing_weights(scores, experts, self.moe)
+        is_token = None if microbatch_context is None else self._token_mask(x, context, fill)
         if microbatch_context is not None:
-            weights = self._with_balancing_losses(weights, scores, context, x.shape[1])
+            weights = self._with_balancing_losses(weights, scores, context, x.shape[1], is_token)
         routing = ExpertRouting(weights, experts)
         if self.moe.moe_expert_capacity_factor is not None:
             limit = expert_capacity(experts.shape[0], self.moe)
             routing = drop_choices_over_capacity(routing, limit, self.moe.moe_token_drop_policy, self.num_experts)
         if microbatch_context is not None:
             microbatch_context.compute_once(
-                (self, context.depth, "tally"), lambda: self._count_routing(routing, context)
+                (self, context.depth, "tally"), lambda: self._count_routing(routing, context, is_token)
             )
         return routing
 
@@ -128,9 +134,21 @@ class TopKRouter(nn.Module):
         whole = torch.cat((routes, routes[:1].expand(missing, -1, -1))) if missing else routes
         return collectives.local_chunk(whole, self.build.mesh.tp).flatten(0, 1)
 
+    def _token_mask(self, x: Tensor, context: ForwardContext, fill: int) -> Tensor | None:
+        """Return which of this rank's tokens are not padding, bool [t]; None: all. x: [positions, b, h]; fill: as in `forward`."""
+        mask, tp = context.token_mask, self.build.mesh.tp
+        if fill:
+            known = x.new_ones((x.shape[0] * tp.size - fill, x.shape[1]), dtype=torch.bool) if mask is None else mask
+            mask = torch.cat((known, known.new_zeros((fill, x.shape[1]))))
+        return None if mask is None else collectives.local_chunk(mask, tp).flatten()
+
     def mtp_depth_index(self, context: ForwardContext) -> int:
         """Return the index, from 0, of the MTP depth that a pass belongs to, among those that share this layer; else 0."""
         return context.depth - 1 if len(self.tally) > 1 else 0
+
+    def layer_number(self, depth_index: int) -> int:
+        """Return the number, from 0, by which logs call this layer at one of the MTP depths that it serves, from 0."""
+        return self.layer + depth_index * self.layers_of_depth
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits [..., e] in the router's dtype, in training with configured input jitter. x: [..., h]."""
@@ -179,49 +197,72 @@ class TopKRouter(nn.Module):
         return result
 
     def _with_balancing_losses(
-        self, weights: Tensor, scores: Tensor, context: ForwardContext, num_sequences: int
+        self, weights: Tensor, scores: Tensor, context: ForwardContext, num_sequences: int, is_token: Tensor | None
     ) -> Tensor:
         """Return the weights with balancing losses and z-loss attached, whose gradients backward computes too."""
         moe, axis, microbatch_context = self.moe, self.build.mesh.tp_cp, context.microbatch_context
         assert microbatch_context is not None, "losses and metrics of a router need a microbatch context"
-        num_tokens = scores.shape[0] * axis.size
         requested = [
             (kind, coefficient) for kind, coefficient in moe.balancing_losses if coefficient and kind in _NAMES
         ]
+        if not (requested or moe.moe_z_loss_coeff):
+            return weights
+        num_tokens = microbatch_context.compute_once(
+            (self, context.depth, "tokens"), lambda: self._count_tokens(scores, num_sequences, is_token)
+        )
         if requested:
             shares = normalized_router_scores(scores, moe.moe_router_score_function)
             by_sequence = microbatch_context.compute_once(
                 (self, context.depth, "chosen"),
                 lambda: collectives.all_reduce(
                     count_expert_choices(
-                        shares.topk(moe.moe_router_topk, dim=-1).indices, self.num_experts, num_sequences
+                        shares.topk(moe.moe_router_topk, dim=-1).indices,
+                        self.num_experts,
+                        num_sequences,
+                        is_token=is_token,
                     ),
                     axis,
                 ),
             )
             for kind, coefficient in requested:
-                chosen = by_sequence if kind == "seq_aux_loss" else by_sequence.sum(0, keepdim=True)
+                chosen, of_each = by_sequence, num_tokens
+                if kind != "seq_aux_loss":
+                    chosen, of_each = by_sequence.sum(0, keepdim=True), num_tokens.sum(0, keepdim=True)
                 if kind == "global_aux_loss":
                     chosen = microbatch_context.compute_once(
                         (self, context.depth, "so far"), lambda: self._add_to_step_choices(by_sequence.sum(0))
                     )[None]
-                loss = local_balancing_loss(shares, chosen, num_tokens=num_tokens // len(chosen))
-                weights = self._attach_loss(weights, loss, coefficient, _NAMES[kind], context)
+                loss = local_balancing_loss(shares, chosen, num_tokens=of_each, is_token=is_token)
+                weights = self._attach_loss(weights, loss, coefficient, _NAMES[kind], context, num_tokens)
         if moe.moe_z_loss_coeff:
-            loss = local_router_z_loss(scores, num_tokens=num_tokens)
-            weights = self._attach_loss(weights, loss, moe.moe_z_loss_coeff, "z_loss", context)
+            loss = local_router_z_loss(scores, num_tokens=num_tokens.sum(), is_token=is_token)
+            weights = self._attach_loss(weights, loss, moe.moe_z_loss_coeff, "z_loss", context, num_tokens)
         return weights
 
+    def _count_tokens(self, scores: Tensor, num_sequences: int, is_token: Tensor | None) -> Tensor:
+        """Return how many tokens each sequence has on all ranks of the microbatch, in the dtype of scores, [b].
+
+        scores: [t, e] of this rank's tokens. Collective if there is padding.
+        """
+        axis = self.build.mesh.tp_cp
+        if is_token is None:
+            return scores.new_full((num_sequences,), scores.shape[0] // num_sequences * axis.size)
+        return collectives.all_reduce(is_token.view(-1, num_sequences).sum(0), axis).to(scores.dtype)
+
     def _attach_loss(
-        self, weights: Tensor, loss: Tensor, coefficient: float, name: str, context: ForwardContext
+        self, weights: Tensor, loss: Tensor, coefficient: float, name: str, context: ForwardContext, num_tokens: Tensor
     ) -> Tensor:
-        """Return the weights with coefficient * loss attached for backward, and add the loss to the metric `name`."""
+        """Return the weights with coefficient * loss attached for backward, and add the loss to the metric `name`, to
+        which a microbatch without tokens does not count. num_tokens: of its sequences, [b].
+        """
         microbatch_context = context.microbatch_context
         assert microbatch_context is not None, "losses and metrics of a router need a microbatch context"
-        count = float(self.build.mesh.tp_cp.is_first)  # the other ranks of the microbatch add their shares to it
+        # The other ranks of the microbatch add their shares to it.
+        count = (num_tokens.sum() > 0).to(loss.dtype) * float(self.build.mesh.tp_cp.is_first)
         microbatch_context.add_metric(name, loss, count)
         if self.moe.moe_per_layer_logging:
-            microbatch_context.add_metric(f"moe/{name}_layer_{self.layer + self.mtp_depth_index(context)}", loss, count)
+            layer = self.layer_number(self.mtp_depth_index(context))
+            microbatch_context.add_metric(f"moe/{name}_layer_{layer}", loss, count)
         return microbatch_context.add_loss(weights, coefficient * loss)
 
     def _add_to_step_choices(self, chosen: Tensor) -> Tensor:
@@ -229,12 +270,13 @@ class TopKRouter(nn.Module):
         self.chosen_so_far += collectives.all_reduce(chosen.clone(), self.build.mesh.dp)
         return self.chosen_so_far.clone()
 
-    def _count_routing(self, routing: ExpertRouting, context: ForwardContext) -> None:
-        """Add this rank's choices and dropped choices to the tally of the step."""
+    def _count_routing(self, routing: ExpertRouting, context: ForwardContext, is_token: Tensor | None) -> None:
+        """Add this rank's choices and dropped choices to the tally of the step. is_token: bool [t], False for padding."""
         own = self.tally[self.mtp_depth_index(context)]
-        own[:-1] += count_expert_choices(routing.experts, self.num_experts)[0]
+        own[:-1] += count_expert_choices(routing.experts, self.num_experts, is_token=is_token)[0]
         if routing.kept is not None:
-            own[-1] += (~routing.kept).sum()
+            dropped = ~routing.kept if is_token is None else ~routing.kept & is_token[:, None]
+            own[-1] += dropped.sum()
 
     def _random_scores(self, scores: Tensor, context: ForwardContext) -> Tensor:
         """Return pseudo-random scores in [0, 1) by layer, sample and position; gradients pass to `scores` unchanged."""
@@ -245,7 +287,7 @@ class TopKRouter(nn.Module):
         sample = first + torch.arange(num_sequences, device=scores.device)
         token = (sample << 32) + collectives.local_chunk(places, tp)[:, None]
         bits = token[..., None] * self.num_experts + torch.arange(self.num_experts, device=scores.device)
-        bits = bits * _FIRST_FACTOR + derive_seed("routing", self.layer + self.mtp_depth_index(context))
+        bits = bits * _FIRST_FACTOR + derive_seed("routing", self.layer_number(self.mtp_depth_index(context)))
         bits = (bits ^ (bits >> 29)) * _SECOND_FACTOR
         random = ((bits ^ (bits >> 32)) & 0xFFFFFF).to(scores.dtype) / 2.0**24
         return random + (scores - scores.detach())

@@ -74,7 +74,8 @@ class Batch:
         label k positions later, and counts if that does and the predicted token is of the same document. Beyond the
         sequence's end is 0, which does not count. Since a depth has fewer tokens than the main loss but its mean weighs
         as much, its tokens have weights: the ratio of both numbers in the microbatch, as in Megatron, or with per_token
-        that of a sequence in which every token counts, which is the same in every layout.
+        that of a sequence in which every token counts, which is the same in every layout. Where padding is marked, a
+        depth has no token where it would read padding.
         """
         if self.tokens is None or self.labels is None or self.loss_mask is None:
             return self
@@ -93,6 +94,9 @@ class Batch:
                 f"mtp_{depth}_loss_mask": counts,
                 f"mtp_{depth}_weights": counts.to(torch.float64) * ratio,
             }
+            if (mask := self.extras.get("padding_mask")) is not None:
+                ahead = torch.cat((mask[:, depth:], torch.ones_like(mask[:, :depth])), dim=1)
+                extras[f"mtp_{depth}_padding_mask"] = mask * ahead
         return replace(self, extras=extras)
 
     def shard_over_context(self, axis: Axis) -> Batch:
@@ -135,6 +139,15 @@ class Batch:
         ids, labels, masks = (self._mtp_extras_of_all_depths(name) for name in ("tokens", "labels", "loss_mask"))
         states = () if self.message is None else self.message[1:]
         return MTPInputs(ids, tuple(map(_masked_labels, labels, masks)), states) if ids else None
+
+    @property
+    def token_masks(self) -> dict[str, Tensor]:
+        """The masks of padding by name, bool [s, b] each, False at padding, as layers with experts read them."""
+        return {
+            name: rows.t().bool()
+            for name, rows in self.extras.items()
+            if name.endswith("padding_mask") and rows.dim() == 2
+        }
 
     def _mtp_extras_of_all_depths(self, name: str) -> tuple[Tensor, ...]:
         """Return the extras `mtp_<depth>_<name>` of all depths."""

@@ -142,7 +142,18 @@ def random_global_batch(config: RunConfig, iteration: int) -> dict[str, np.ndarr
         "position_ids": np.arange(shape[1]) - starts,
         **({"document_ids": documents} if config.data.separates_documents else {}),
     }
+    batch = _add_random_padding(random, batch) if config.data.chat.sft else batch
     return _add_random_images(config, random, batch) if config.model.has_vision else batch
+
+
+def _add_random_padding(random: np.random.Generator, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """End most samples in padding, and make one of nothing else, as conversations and rows that fill up a step do."""
+    size, length = batch["tokens"].shape
+    lengths = np.where(np.arange(size) % 3 == 1, length, random.integers(1, length + 1, size))
+    lengths[-1:] = 0 if size > 1 else lengths[-1:]
+    padding_mask = (np.arange(length) < lengths[:, None]).astype(np.int64)
+    batch["loss_mask"] *= padding_mask
+    return {**batch, "padding_mask": padding_mask}
 
 
 def _add_random_images(
@@ -308,8 +319,6 @@ def run_short_training(config: RunConfig, steps: int = STEPS, finetuning: Prefer
         answers.close()
     for hook in hooks:
         hook.remove()
-    for parallel in trainer.parallels:
-        parallel.finish_gather()
     done[-1].weights = {
         name.removeprefix("model."): _clone_shards(placed) for name, placed in weights_of(trainer).items()
     }

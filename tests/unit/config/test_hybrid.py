@@ -161,5 +161,15 @@ def test_a_slash_begins_the_layers_of_each_depth_of_multi_token_prediction() -> 
     assert [(len(stage.layers), stage.has_mtp) for stage in stage_specs_of_run(config)] == [(2, False), (1, True)]
 
 
+@pytest.mark.parametrize("freq, windows", [(None, [True, True]), ("2", [True, False]), ("[0,1,1]", [False, True])])
+def test_windows_of_a_depth_begin_with_its_first_symbol(freq: str | None, windows: list[bool]) -> None:
+    changes = {**SMALL, "window_size": "1,0", "window_attn_skip_freq": freq}
+    model = tiny.config(hybrid_layer_pattern="M-*/**/**", **changes).model
+    for depth in (0, 1):
+        rows = mtp_depth_layer_plans(model, depth)
+        assert [row.window for row in rows] == [(1, 0) if windowed else None for windowed in windows]
+        assert [row.index for row in rows] == [3 + 2 * depth, 4 + 2 * depth]
+
+
 def test_bars_mean_nothing_on_one_pipeline_rank() -> None:
     assert len(stage_specs_of_run(tiny.config(hybrid_layer_pattern="M|M-*|-M|M", **SMALL))) == 1

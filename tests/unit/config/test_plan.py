@@ -14,11 +14,13 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.plan import (
     LayerPlan,
     StageSpec,
+    mtp_depth_layer_plans,
     parse_pipeline_layout,
     partition_into_stages,
     uniform_layer_plans,
     virtual_pipeline_size,
 )
+from tests.helpers import tiny
 
 
 def counts(stages: tuple[StageSpec, ...]) -> list[int]:
@@ -74,6 +76,13 @@ def test_only_the_first_stage_embeds_and_only_the_last_has_the_head() -> None:
 def test_layers_keep_what_their_rows_say() -> None:
     rows = (LayerPlan(0, window=(4, 0)), LayerPlan(1, rope=False))
     assert tuple(stage.layers for stage in partition_into_stages(rows, pp=2)) == ((rows[0],), (rows[1],))
+
+
+def test_windows_and_rotations_of_prediction_depths_are_those_of_the_first_layers() -> None:
+    changes = {"window_size": "4,0", "window_attn_skip_freq": "[0,1,1,0]", "mtp_num_layers": 2}
+    model = tiny.config(1, position_embedding_type="rope", no_rope_freq="[1,0,0,0]", **changes).model
+    rows = [mtp_depth_layer_plans(model, depth)[0] for depth in (0, 1)]
+    assert [(row.index, row.window, row.rope) for row in rows] == [(4, None, False), (5, (4, 0), True)]
 
 
 def test_uneven_ends_are_counted_over_all_chunks_of_their_rank() -> None:

@@ -314,6 +314,7 @@ def test_samples_equal_a_loop_over_conversations(tokenizer: Any, tmp_path: Path)
     filled = 0
     for index in range(len(data)):
         expected: list[tuple[int, int, float, int, int]] = []
+        sample = data[index]
         spans = data.token_sources(index)
         for document, span in enumerate(spans):
             ids = source.get(span.sequence).tolist()
@@ -329,8 +330,8 @@ def test_samples_equal_a_loop_over_conversations(tokenizer: Any, tmp_path: Path)
                     (now if now >= 0 else ~now, after if after >= 0 else ~after, float(after >= 0), place, document)
                 )
         filled += len(expected)
+        assert sample["padding_mask"].tolist() == [1] * len(expected) + [0] * (160 - len(expected))
         expected += [(0, 0, 0.0, place, len(spans)) for place in range(160 - len(expected))]
-        sample = data[index]
         assert (
             list(
                 zip(
@@ -348,6 +349,7 @@ def test_samples_equal_a_loop_over_conversations(tokenizer: Any, tmp_path: Path)
             "loss_mask": "float32",
             "position_ids": "int64",
             "document_ids": "int64",
+            "padding_mask": "int64",
         }
         seen += [span.sequence for span in spans]
         assert all(index in data.samples_with_document(span.document) for span in spans)

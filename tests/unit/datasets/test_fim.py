@@ -240,6 +240,7 @@ def test_what_falls_short_is_padding_without_loss(tokenizer: Any, tmp_path: Path
         assert 15 < real < 35 and sample["loss_mask"].tolist() == [1.0] * real + [0.0] * (50 - real)
         assert set(sample["tokens"][real + 1 :].tolist()) == {fed} and pad not in sample["tokens"]
         assert set(sample["labels"][real:].tolist()) == {0}
+        assert sample["padding_mask"].tolist() == [1] * (real + 1) + [0] * (49 - real)
 
 
 def test_made_up_data_can_be_rearranged(tokenizer: Any) -> None:

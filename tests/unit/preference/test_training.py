@@ -136,6 +136,14 @@ def places_of(number: int) -> list[list[int]]:
     return [[span.sequence for span in made.token_sources(index)[::2]] for index in range(number)]
 
 
+def test_what_is_behind_the_answers_of_a_sample_is_marked_as_padding() -> None:
+    source = dataset_module.PreferenceRowSource("pairs", random_pairs(10))
+    made = dataset_module.PreferenceDataset(source, range(10), length=40, num_samples=10, seed=1, split="train")
+    for index in range(len(made)):
+        last = max(span.start + span.length for span in made.token_sources(index))
+        assert made[index]["padding_mask"].tolist() == [1] * last + [0] * (40 - last)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_serial_step(world: Worlds, layout: str) -> None:
     ranks, network, changes = LAYOUTS[layout]

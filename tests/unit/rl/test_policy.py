@@ -97,6 +97,18 @@ def test_experts_over_ranks_sample_and_train_alike(world: Worlds) -> None:
     compare(train_policy_here({}, MOE, 2), (*results[0][:2], [held for r in results for held in r[2]], results[0][3]))
 
 
+def test_expert_bias_follows_the_tokens_of_packed_rollouts_and_not_the_rows_that_fill_up_ranks(world: Worlds) -> None:
+    bias: dict[str, Any] = {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.05,
+    }
+    rl = {"rl_use_sequence_packing": True}
+    results = world(2).run(train_policy_here, rl, {**MOE, **bias}, STEPS)
+    expected = train_policy_here(rl, {**MOE, **bias}, STEPS)
+    compare(expected, (*results[0][:2], [held for r in results for held in r[2]], results[0][3]))
+
+
 @pytest.mark.parametrize("layout", ["tp2", pytest.param("dp2 zero", marks=pytest.mark.nightly)])
 def test_the_whole_entropy_is_torchs_and_a_bonus_that_layouts_agree_on(world: Worlds, layout: str) -> None:
     rl = {"rl_full_entropy": True, "grpo_entropy_term_weight": 0.3, "rl_default_temperature": 0.7}

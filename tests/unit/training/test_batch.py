@@ -130,14 +130,12 @@ def test_layers_are_told_positions_and_documents_when_the_settings_ask(
     [
         ({"moe_aux_loss_coeff": (0.1,)}, True),
         ({"moe_z_loss_coeff": 0.1}, True),
-        ({}, False),
-        ({"moe_aux_loss_coeff": (0.1,), "calculate_per_token_loss": False}, False),
+        ({}, True),
+        ({"moe_aux_loss_coeff": (0.1,), "calculate_per_token_loss": False}, True),
         ({"moe_aux_loss_coeff": (0.1,), "moe_layer_freq": "[1]+[0]*3"}, False),
     ],
 )
-def test_a_stage_between_the_ends_reads_the_loss_mask_when_its_experts_losses_count_by_tokens(
-    changes: dict[str, Any], reads: bool
-) -> None:
+def test_a_stage_between_the_ends_reads_which_tokens_its_experts_count(changes: dict[str, Any], reads: bool) -> None:
     settings = tiny.config(4, pipeline_model_parallel_size=4, num_experts=4, **changes)
     assert stages_read_data(settings, [stage_specs_of_run(settings)[1]]) == reads
 

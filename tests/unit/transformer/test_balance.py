@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from megatron.core.datasets.chat import ChatDataset
+from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.transformer.expert_balance import (
@@ -28,7 +32,9 @@ from megatron.core.transformer.router import (
     set_replayed_expert_choices,
 )
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.report.metrics import IntervalReport, StepMetricsMeter
+from megatron.training.data.batch import Batch
+from megatron.training.data.sample_order import read_and_stack_samples
+from megatron.training.report.metrics import IntervalReport, StepMetrics, StepMetricsMeter
 from megatron.training.step import StepWork, train_step
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
@@ -73,7 +79,7 @@ def by_hand(scores: Tensor, experts: Tensor) -> Tensor:
 def test_a_balancing_loss_is_that_of_the_published_network_over_k() -> None:
     logits = torch.randn(40, E, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     shares, experts = logits.softmax(-1), logits.topk(3).indices
-    found = local_balancing_loss(shares, count_expert_choices(experts, E), num_tokens=40)
+    found = local_balancing_loss(shares, count_expert_choices(experts, E), num_tokens=torch.tensor([40]))
     assert float(3 * found) == pytest.approx(
         float(load_balancing_loss_func((logits,), E, 3)), rel=1e-6
     )  # which counts in fp32
@@ -83,8 +89,82 @@ def test_a_balancing_loss_is_that_of_the_published_network_over_k() -> None:
 def test_an_even_choice_costs_one_and_a_collapsed_one_as_much_as_there_are_experts() -> None:
     even, collapsed = torch.full((16, E), 1 / E), torch.eye(E)[torch.zeros(16, dtype=torch.int64)]
     everybody, first = torch.arange(16)[:, None] % E, torch.zeros(16, 1, dtype=torch.int64)
-    assert float(local_balancing_loss(even, count_expert_choices(everybody, E), num_tokens=16)) == pytest.approx(1.0)
-    assert float(local_balancing_loss(collapsed, count_expert_choices(first, E), num_tokens=16)) == pytest.approx(E)
+    assert float(
+        local_balancing_loss(even, count_expert_choices(everybody, E), num_tokens=torch.tensor([16]))
+    ) == pytest.approx(1.0)
+    assert float(
+        local_balancing_loss(collapsed, count_expert_choices(first, E), num_tokens=torch.tensor([16]))
+    ) == pytest.approx(E)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_padding_counts_in_no_loss_as_in_the_published_network(k: int) -> None:
+    logits = torch.randn(S * B, E, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    is_token = torch.rand(S * B, generator=torch.Generator().manual_seed(5)) < 0.6
+    shares, experts = logits.softmax(-1), logits.topk(k).indices
+    counts = count_expert_choices(experts, E, is_token=is_token)
+    assert torch.equal(counts, count_expert_choices(experts[is_token], E))
+    found = local_balancing_loss(shares, counts, num_tokens=is_token.sum()[None], is_token=is_token)
+    expected = load_balancing_loss_func((logits,), E, k, is_token.view(1, -1).float())
+    assert float(k * found) == pytest.approx(float(expected), rel=1e-6)  # theirs counts in fp32
+    assert float(found) == pytest.approx(float(by_hand(shares[is_token], experts[is_token])), rel=1e-12)
+    size = local_router_z_loss(logits, num_tokens=is_token.sum(), is_token=is_token)
+    assert float(size) == pytest.approx(float(logits[is_token].logsumexp(-1).square().mean()), rel=1e-12)
+
+
+def test_a_loss_of_sequences_is_the_mean_over_those_that_have_tokens() -> None:
+    logits = torch.randn(S * 3, E, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    shares, experts = logits.softmax(-1), logits.topk(2).indices
+    lengths = torch.tensor([S, 0, S // 2])
+    is_token = (torch.arange(S)[:, None] < lengths).flatten()
+    counts = count_expert_choices(experts, E, 3, is_token=is_token)
+    found = local_balancing_loss(shares, counts, num_tokens=lengths, is_token=is_token)
+    expected = sum(by_hand(shares[i::3][:size], experts[i::3][:size]) for i, size in ((0, S), (2, S // 2))) / 2
+    assert float(found) == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_a_microbatch_of_padding_alone_has_no_loss_and_counts_in_no_figure() -> None:
+    router = router_of(moe_router_load_balancing_type=("aux_loss",), moe_aux_loss_coeff=(0.1,), moe_z_loss_coeff=0.1)
+    nothing = {"padding_mask": torch.zeros((S, B), dtype=torch.bool)}
+    microbatch = MicrobatchContext(1.0, training=True, token_masks=nothing)
+    weights = router(tokens(), ForwardContext(AttentionMaskSpec(), microbatch_context=microbatch)).weights
+    assert {name: pair.tolist() for name, pair in microbatch.metrics.items()} == {
+        "load_balancing_loss": [0.0, 0.0],
+        "z_loss": [0.0, 0.0],
+    }
+    assert not router.tally.any()
+    (weights * 0.0).sum().backward()
+    assert not router.weight.grad.any()
+
+
+def step_of_conversations(length: int, **changes: Any) -> StepMetrics:
+    """The first step on two conversations, which samples of `length` positions do not fill, one in each."""
+    generator = np.random.default_rng(0)
+    source = SimpleNamespace(
+        prefix="conversations", sequence_lengths=np.array([20, 17]), document_indices=np.array([0, 1, 2])
+    )
+    texts = [generator.integers(0, 49, size) for size in source.sequence_lengths]
+    source.get = lambda sequence, offset=0, size=None: texts[sequence][offset:][:size]
+    data = ChatDataset(source, SplitRequest(range(2), None, "train"), sequence_length=length, seed=1)
+    assert len(data) == 1 if length > 40 else 2
+    losses = {"moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (0.2,), "moe_z_loss_coeff": 0.02}
+    more = {"seq_length": length, "max_position_embeddings": 128, "global_batch_size": len(data), "sft": True}
+    more["micro_batch_size"] = len(data)
+    run = tiny.run_of(tiny.config(1, **{**EXPERTS, **losses, **more, "calculate_per_token_loss": True, **changes}))
+    arrays = read_and_stack_samples(data, sorted(range(len(data))))
+    return train_step(tiny.trainer_of(run), iter([Batch.from_arrays(arrays, run.mesh.device, positions=True)]))
+
+
+def test_a_step_does_not_depend_on_how_much_padding_its_conversations_have() -> None:
+    """Neither on their length nor on whether they are packed."""
+    first, *others = (step_of_conversations(length) for length in (24, 32, 64, 128))
+    assert first.loads is not None and int(first.loads.table.sum()) == 2 * (19 + 16) * 2  # layers, tokens, experts
+    for other in others:
+        assert other.loads is not None and torch.equal(other.loads.table, first.loads.table)
+        assert float(other.grad_norm) == pytest.approx(float(first.grad_norm), rel=1e-10)
+        for name, (total, count) in first.losses.items():
+            found = other.losses[name]
+            assert float(found[0] / found[1]) == pytest.approx(float(total / count), rel=1e-10), name
 
 
 def test_choices_are_counted_sequence_by_sequence() -> None:
@@ -97,7 +177,7 @@ def test_choices_are_counted_sequence_by_sequence() -> None:
 def test_the_z_loss_is_the_mean_square_of_the_log_of_the_sum() -> None:
     scores = torch.randn(5, E, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     expected = sum(math.log(sum(math.exp(s) for s in row)) ** 2 for row in scores.tolist()) / 5
-    assert float(local_router_z_loss(scores, num_tokens=5)) == pytest.approx(expected, rel=1e-12)
+    assert float(local_router_z_loss(scores, num_tokens=torch.tensor(5))) == pytest.approx(expected, rel=1e-12)
 
 
 def test_biases_rise_where_tokens_are_few_and_fall_where_they_are_many() -> None:
@@ -327,6 +407,19 @@ SIGMOID: dict[str, Any] = {**EXPERTS, "moe_router_score_function": "sigmoid", "m
 
 def biases(trainer: Trainer) -> list[Tensor]:
     return [router.expert_bias.detach().clone() for router in routers_of(trainer.stages)]
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_every_layer_of_a_depth_of_a_hybrid_network_has_its_own_line_of_loads(repeated: bool) -> None:
+    losses = {"moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (0.1,)}
+    changes = {**EXPERTS, "num_layers": None, "hybrid_layer_pattern": "*E/E*E/E*E", "mtp_use_repeated_layer": repeated}
+    trainer = tiny.trainer_of(tiny.run_of(tiny.config(1, **changes, **losses, moe_per_layer_logging=True)))
+    step = train_step(trainer, tiny.short_run_batches(trainer.run, 0))
+    assert step.loads is not None
+    choices = 8 * 16 * 2  # samples, positions, experts of each
+    assert step.loads.table.sum(1).tolist() == [0, choices, *[choices, 0, choices] * 2]
+    names = {f"moe/load_balancing_loss_layer_{layer}" for layer in (1, 2, 4, 5, 7)}
+    assert {name for name in step.losses if "_layer_" in name} == names
 
 
 def test_a_bias_moves_once_a_step_by_the_loads_of_all_microbatches() -> None:
