@@ -39,7 +39,7 @@ def held_out_problem_scores(
     if count == 1:
         limits = dataclasses.replace(limits, sampling=SamplingParams(temperature=0.0))
     tasks = [
-        RolloutTask(one.environment, one.name, EVALUATION + number, index, answer)
+        RolloutTask(one.environment, one.name, EVALUATION + number, index, answer, (), one.prompt_format)
         for index, one in enumerate(environments)
         for number in range(rl.rl_prompts_per_eval)
         for answer in range(count)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -40,7 +41,11 @@ from megatron.rl.bank import (
     saved_checkpoint_iterations,
     write_rollout_bank,
 )
-from megatron.rl.environments.config import read_environments, start_environments_on_first_rank
+from megatron.rl.environments.config import (
+    read_environments,
+    refuse_missing_chat_template,
+    start_environments_on_first_rank,
+)
 from megatron.rl.generation_ranks import GenerationRanks
 from megatron.rl.held_out_evaluation import held_out_problem_scores, held_out_scores_text
 from megatron.rl.planned_memory import (
@@ -95,6 +100,7 @@ class PolicyData(StepHooks):
             last=None if train.train_iters is None else max(0, -(-train.train_iters // self.step.steps) - 1),
             folder=self._bank,
         )
+        refuse_missing_chat_template(self.queue.environments, self.run.tokenizer)
         self._generator = self._build_generator(job)
         if not isinstance(self._generator, GenerationRanks):
             start_environments_on_first_rank(self.queue.environments, self.run.mesh.world)
@@ -237,6 +243,7 @@ class PolicyData(StepHooks):
             sampling = time.monotonic()
             rollouts, times = self._sample_round(number)
             sampled = time.monotonic()
+        _refuse_round_of_failures(number, rollouts)
         with self.run.timers("rollouts", 1), evaluation_mode(self.trainer):
             trained = self._add_logprobs(
                 rollouts_with_advantages(
@@ -533,6 +540,16 @@ def refuse_beyond_device_memory(rl: RLConfig, run: RunContext) -> None:
     memory = free_and_total_memory(run.mesh.device)
     if memory is not None:
         raise_config_error_if([memory_problem(rl, run.config, run.mesh.world.size, memory[1])])
+
+
+def _refuse_round_of_failures(number: int, rollouts: Sequence[Rollout]) -> None:
+    """Raise `DataError` if every rollout of a round failed: a judge that is down would let the run go on for nothing."""
+    if all(one.problem for one in rollouts):
+        ((reason, _),) = Counter(one.problem for one in rollouts).most_common(1)
+        raise DataError(
+            f"all {len(rollouts)} rollouts of round {number} failed, so that there is nothing to train on: {reason}; mend their "
+            "environment and start again, from the last checkpoint"
+        )
 
 
 class PolicyDataSource:

@@ -149,7 +149,7 @@ class RolloutQueue:
         )
         chosen = self.environments[which]
         seed = (self._seed * 1_000_003 + number) * _SEEDS_A_ROUND + place
-        return RolloutTask(chosen.environment, chosen.name, problem, group, seed, draft)
+        return RolloutTask(chosen.environment, chosen.name, problem, group, seed, draft, chosen.prompt_format)
 
 
 def _rollout_or_draft_to_json(result: Rollout | Draft) -> Mapping[str, Any]:

@@ -31,8 +31,9 @@ from megatron.inference.requests import (
     TokenLogprob,
 )
 from megatron.inference.sampling import SamplingParams
-from megatron.rl.environments.base import Environment, Problem
+from megatron.rl.environments.base import Environment
 from megatron.rl.environments.threads import run_in_thread
+from megatron.rl.prompt_encoding import AnswerEnd, ChatPrompts, Message, chat_prompts, text_prompt_ids
 
 _TOGETHER = 64  # sequences decoded at once by each replica
 _IDLE_SECONDS = 0.01  # between looks at environments that wait for something else than the engine
@@ -61,7 +62,7 @@ Draft = tuple[RolloutAnswer, ...]  # what a rollout that is not finished has sai
 @dataclass(frozen=True, slots=True)
 class RolloutTask:
     """One rollout to play. number: of the problem. group: index of its prompt in the round. seed: of sampling.
-    draft: what was sampled before it was paused.
+    draft: what was sampled before it was paused. prompt_format: see `environments.config.EnvironmentWithWeight`.
     """
 
     environment: Environment
@@ -70,6 +71,7 @@ class RolloutTask:
     group: int
     seed: int
     draft: Draft = ()
+    prompt_format: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ class _RolloutConversation:
     """The text of one rollout, and how the engine continues it. See `environments.base.Conversation`.
 
     known: answers of the draft that are still to be given; answers: given so far. version: of the weights. prompt: what came before the first answer.
+    prompt_format: chat template that writes what is added, None for none. messages, tools: of a rollout by a chat template.
     """
 
     tokenizer: Tokenizer
@@ -145,6 +148,7 @@ class _RolloutConversation:
     version: int
     submit: Callable[[GenerationRequest], asyncio.Future[GenerationReply]]
     known: list[RolloutAnswer]
+    prompt_format: str | None = None
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -152,16 +156,62 @@ class _RolloutConversation:
     answers: list[RolloutAnswer] = field(default_factory=list)
     routes: list[tuple[int, ...]] = field(default_factory=list)
     is_finished: bool = False
+    is_paused: bool = False
     prompt: str = ""
+    messages: list[Message] = field(default_factory=list)
+    tools: Any = None
+    _text: str = ""  # added since the last answer
+    _num_answered: int = 0  # ids up to the end of the last answer
 
-    def add(self, text: str) -> None:
-        """Append a text of the environment."""
+    def add(self, text: str, *, role: str = "user") -> None:
+        """Append a text of the environment; with a prompt format, a message of this role."""
+        if self.prompt_format is not None:
+            self.add_messages([{"role": role, "content": text}])
+            return
+        if self.messages or role != "user":
+            raise ValueError(
+                "a message with a role is written by a chat template; give the environment a prompt_format"
+            )
+        self._text += text
         self.prompt += "" if self.answers else text
-        ids = self.tokenizer.tokenize(text)
-        self.ids += ids
-        self.sampled += [False] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [-1] * len(ids)
+        answer = self.answers[-1] if self.answers else None
+        after = None if answer is None else "" if self._end_of(answer).token is not None else answer.text
+        self._set_ids_since_answer(text_prompt_ids(self.tokenizer, self._text, answer=after))
+
+    def add_messages(self, messages: Sequence[Message], tools: Any = None) -> None:
+        """Append messages, written by the chat template of the prompt format, or else of the tokenizer."""
+        if self._text or self.prompt and not self.messages:
+            raise ValueError("a rollout is of text or of messages, and this one has begun with text")
+        if self.messages and tools != self.tools:
+            raise ValueError("tools are named with the first message of a rollout")
+        self.messages += messages
+        self.tools = tools
+        if self.answers:
+            end = self._end_of(self.answers[-1])
+            ids = self._chat.ids_after_answer(self.messages, end, tools)
+        else:
+            ids, self.prompt = self._chat.prompt_ids_and_text(self.messages, tools)
+        self._set_ids_since_answer(ids)
+
+    @property
+    def _chat(self) -> ChatPrompts:
+        return chat_prompts(self.tokenizer, self.prompt_format)  # type: ignore[arg-type]  # mypy: a Protocol has no hash
+
+    def _end_of(self, answer: RolloutAnswer) -> AnswerEnd:
+        """Return how an answer ended."""
+        last = answer.ids[-1] if answer.ids else None
+        if last is not None and last in {*self.tokenizer.special_ids, self.tokenizer.eod}:
+            return AnswerEnd(token=last)
+        words = self._chat.stop_words if self.messages and answer.ended else ()
+        return AnswerEnd(word=next(filter(answer.text.endswith, words), ""))
+
+    def _set_ids_since_answer(self, ids: Sequence[int]) -> None:
+        """Set all that follows the last answer to these ids, which are not learnt."""
+        begin = self._num_answered
+        self.ids[begin:] = ids
+        self.sampled[begin:] = [False] * len(ids)
+        self.logprobs[begin:] = [0.0] * len(ids)
+        self.versions[begin:] = [-1] * len(ids)
 
     async def generate(self, *, num_tokens: int | None = None, stop: tuple[str, ...] = ()) -> str:
         """Sample the next tokens and append them, with the token that ended them."""
@@ -179,10 +229,15 @@ class _RolloutConversation:
         self.logprobs += answer.logprobs
         self.versions += answer.versions
         self.routes += answer.routes
+        self._text, self._num_answered = "", len(self.ids)
         if not answer.whole:
             raise _RolloutPaused
         self.is_finished = answer.ended
-        return answer.text
+        if not self.messages:
+            return answer.text
+        content = answer.text.removesuffix(self._end_of(answer).word)
+        self.messages.append({"role": "assistant", "content": content})
+        return content
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function that may take long; in a thread of its own if rollouts have a time limit."""
@@ -195,6 +250,8 @@ class _RolloutConversation:
 
         With stop words it is sampled again from its beginning, since a stop word may have begun before the pause.
         """
+        ids = self._chat.stop_ids if self.messages else ()
+        stop = (*stop, *self._chat.stop_words) if self.messages else stop
         if stop:
             begun = RolloutAnswer((), (), (), whole=False)
         request = GenerationRequest(
@@ -203,6 +260,7 @@ class _RolloutConversation:
             self.limits.sampling,
             seed=self.seed,
             first_draw=sum(self.sampled) + len(begun.ids),
+            stop_ids=ids,
             stop_words=stop,
             keep_stop=True,
             logprobs=True,
@@ -212,10 +270,10 @@ class _RolloutConversation:
         if reply.reason == "error":
             raise RolloutFailed(reply.problem)
         tokens: tuple[TokenLogprob, ...] = reply.tokens if reply.end is None else (*reply.tokens, reply.end)
-        ids = (*begun.ids, *(token.id for token in tokens))
+        all_ids = (*begun.ids, *(token.id for token in tokens))
         text = self.tokenizer.detokenize([*begun.ids, *reply.ids]) if begun.ids else reply.text
         return RolloutAnswer(
-            ids,
+            all_ids,
             (*begun.logprobs, *(token.logprob or 0.0 for token in tokens)),
             (*begun.versions, *(self.version for _ in tokens)),
             text,
@@ -299,15 +357,19 @@ async def _play_all_rollouts(
     together = engine.config.inference_max_requests * engine.mesh.dp.size
     semaphore = asyncio.Semaphore(min(together, limits.together or together))
 
-    async def play_when_slot_free(task: RolloutTask) -> Rollout | Draft:
-        conversation = _RolloutConversation(tokenizer, limits, task.seed, version, submit, list(task.draft))
+    conversations = [
+        _RolloutConversation(tokenizer, limits, task.seed, version, submit, list(task.draft), task.prompt_format)
+        for task in tasks
+    ]
+
+    async def play_when_slot_free(task: RolloutTask, conversation: _RolloutConversation) -> Rollout | Draft:
         try:
             async with semaphore:
                 return await _play_one_rollout(task, conversation, limits.seconds)
         except (_RolloutPaused, asyncio.CancelledError):
             return (*conversation.answers, *conversation.known)
 
-    playing = [asyncio.ensure_future(play_when_slot_free(task)) for task in tasks]
+    playing = [asyncio.ensure_future(play_when_slot_free(*both)) for both in zip(tasks, conversations, strict=True)]
     first = playing[:until]
     beat = since = time.monotonic()
     while not all(task.done() for task in first):
@@ -322,6 +384,8 @@ async def _play_all_rollouts(
         times.generating += (now - since) * stepped
         times.waiting += (now - since) * (not stepped)
         since = now
+    for conversation in conversations:
+        conversation.is_paused = True
     await _pause_unfinished(engine, playing)
     return [task.result() for task in playing]
 
@@ -337,21 +401,19 @@ async def _pause_unfinished(engine: Engine, playing: Sequence[asyncio.Task[Any]]
 
 
 async def _play_one_rollout(task: RolloutTask, conversation: _RolloutConversation, seconds: float) -> Rollout:
-    """Play one rollout; errors and time-outs are stored in it."""
-    problem, reward, trouble = Problem(""), float("nan"), ""
-    try:
-        problem = task.environment.problem(task.number)
-        reward = float(await asyncio.wait_for(task.environment.play(problem, conversation), seconds or None))
-        if not math.isfinite(reward):
-            reward, trouble = float("nan"), f"the environment gave a reward of {reward}"
-    except TimeoutError:
-        trouble = f"the environment took longer than {seconds:g} s"
-    except EngineBusyError as busy:
-        trouble = str(busy)
-    except Exception as error:  # of the user's code
-        trouble = f"{type(error).__name__}: {error}"
-    if trouble:
-        _LOG.warning("rollout of problem %d of %s failed: %s", task.number, task.name, trouble)
+    """Play one rollout; errors and time-outs of its environment are stored in it."""
+    if not seconds:
+        outcome = await _play_environment(task, conversation)
+    else:
+        playing = asyncio.ensure_future(_play_environment(task, conversation))
+        try:
+            await asyncio.wait({playing}, timeout=seconds)
+        finally:  # the time is over, or the rollout is paused
+            playing.cancel()
+        late = _Outcome(trouble=f"the environment took longer than {seconds:g} s")
+        outcome = playing.result() if playing.done() else late
+    if outcome.trouble:
+        _LOG.warning("rollout of problem %d of %s failed: %s", task.number, task.name, _encodable(outcome.trouble))
     return Rollout(
         task.name,
         task.number,
@@ -359,11 +421,45 @@ async def _play_one_rollout(task: RolloutTask, conversation: _RolloutConversatio
         tuple(conversation.ids),
         tuple(conversation.sampled),
         tuple(conversation.logprobs),
-        reward,
+        outcome.reward,
         conversation.is_finished,
-        problem.prompt or conversation.prompt,
-        "\n".join(answer.text for answer in conversation.answers),
-        trouble,
+        _encodable(outcome.prompt or conversation.prompt),
+        _encodable("\n".join(answer.text for answer in conversation.answers)),
+        _encodable(outcome.trouble),
         tuple(conversation.versions),
         tuple(conversation.routes),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What an environment made of a rollout. prompt: of its problem. trouble: why there is no reward."""
+
+    prompt: str = ""
+    reward: float = math.nan
+    trouble: str = ""
+
+
+async def _play_environment(task: RolloutTask, conversation: _RolloutConversation) -> _Outcome:
+    """Play a rollout with its environment. Whatever that raises is the outcome, as no task may see it."""
+    prompt = ""
+    try:
+        problem = await conversation.call(task.environment.problem, task.number)
+        prompt = problem.prompt
+        reward = float(await task.environment.play(problem, conversation))
+    except (_RolloutPaused, KeyboardInterrupt, GeneratorExit):
+        raise
+    except EngineBusyError as busy:
+        return _Outcome(prompt, trouble=str(busy))
+    except BaseException as error:  # noqa: BLE001 - of the user's code, which may exit or cancel something of its own
+        if conversation.is_paused and isinstance(error, asyncio.CancelledError):
+            raise
+        return _Outcome(prompt, trouble=f"{type(error).__name__}: {error}")
+    if not math.isfinite(reward):
+        return _Outcome(prompt, trouble=f"the environment gave a reward of {reward}")
+    return _Outcome(prompt, reward)
+
+
+def _encodable(text: str) -> str:
+    """Return a text that can be written to files: half of a surrogate pair becomes a question mark."""
+    return text.encode("utf-8", "replace").decode("utf-8")

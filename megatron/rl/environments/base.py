@@ -64,17 +64,31 @@ class ProblemFile:
 
 
 class Conversation(Protocol):
-    """The text of one rollout so far."""
+    """The text of one rollout so far. prompt_format: of the environment file; None: what is added is text."""
+
+    prompt_format: str | None
 
     @property
     def is_finished(self) -> bool:
         """Whether the last answer ended by itself, with the end of the document or a stop word, and not at the limit."""
 
-    def add(self, text: str) -> None:
-        """Append a text of the environment: a prompt, or what a tool says."""
+    def add(self, text: str, *, role: str = "user") -> None:
+        """Append a text of the environment: a prompt, or what a tool says. Names of special tokens in it become those tokens.
+
+        With `prompt_format` in the environment file it is a message of this role (system, user, tool), which the chat template writes:
+        names of special tokens in it stay text.
+        """
+
+    def add_messages(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> None:
+        """Append messages as the chat template of `prompt_format` writes them, or if that is left out the tokenizer's (ChatML if it has
+        none). tools: as with the template, of the whole rollout.
+        """
 
     async def generate(self, *, num_tokens: int | None = None, stop: tuple[str, ...] = ()) -> str:
-        """Sample what comes next, append it, and return its text. num_tokens: at most so many; left out: as --rl-max-new-tokens says."""
+        """Sample what comes next, append it, and return its text; of a message what the template puts behind it is left out.
+
+        num_tokens: at most so many; left out: as --rl-max-new-tokens says. stop: texts that end it.
+        """
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return what a function returns that may take long, such as a tool: with --rl-rollout-seconds in a thread of its own, which is

@@ -3,6 +3,7 @@
 - agent_type: arithmetic             # or countdown, math, reward_model, http, openai, or FILE.py:CLASS for one's own, a path relative to this file
   agent_args: {largest: 9}           # arguments of the constructor
   weight: 1.0                        # share of the problems
+  prompt_format: tokenizer           # the policy is asked by the tokenizer's chat template, or one of chatml, llama2, ...; left out: text
 - agent_type: my_task.py:MyTask
   evaluation_only: true              # never trained on
 """
@@ -22,7 +23,9 @@ from typing import Any
 import yaml
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.templates import FORMATS
 from megatron.core.parallel.mesh import Axis
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.rl.environments.arithmetic import ArithmeticEnvironment
 from megatron.rl.environments.base import Environment
 from megatron.rl.environments.countdown import CountdownEnvironment
@@ -39,16 +42,21 @@ KINDS: Mapping[str, type[Environment]] = {
     "http": RemoteEnvironment,
     "openai": OpenAIAgentEnvironment,
 }
-_KEYS = {"agent_type", "agent_args", "weight", "evaluation_only"}
+_KEYS = {"agent_type", "agent_args", "weight", "evaluation_only", "prompt_format"}
+PROMPT_FORMATS = ("tokenizer", *FORMATS)
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentWithWeight:
-    """An environment with its name and its share of the training problems; weight 0: it is only evaluated."""
+    """An environment with its name and its share of the training problems; weight 0: it is only evaluated.
+
+    prompt_format: chat template by which the policy is asked, one of PROMPT_FORMATS; None: as text.
+    """
 
     name: str
     environment: Environment
     weight: float
+    prompt_format: str | None = None
 
 
 def read_environments(path: str) -> tuple[EnvironmentWithWeight, ...]:
@@ -63,6 +71,16 @@ def read_environments(path: str) -> tuple[EnvironmentWithWeight, ...]:
     if not any(one.weight for one in made):
         raise ConfigError(f"--langrl-env-config {path} has no environment to train on; give one a weight above 0")
     return made
+
+
+def refuse_missing_chat_template(environments: Sequence[EnvironmentWithWeight], tokenizer: Tokenizer) -> None:
+    """Raise `ConfigError` if an environment asks by the tokenizer's chat template, and it has none."""
+    names = [one.name for one in environments if one.prompt_format == "tokenizer"]
+    if names and tokenizer.chat_template is None:
+        raise ConfigError(
+            f"environment {names[0]}: prompt_format tokenizer asks by the tokenizer's chat template, and it has none; give "
+            f"--chat-template, or one of {', '.join(FORMATS)}"
+        )
 
 
 def start_environments_on_first_rank(environments: Sequence[EnvironmentWithWeight], world: Axis) -> None:
@@ -81,12 +99,15 @@ def _build_environment(entry: Mapping[str, Any], path: Path, place: int) -> Envi
     weight = 0.0 if entry.get("evaluation_only") else entry.get("weight", 1.0)
     if not isinstance(weight, int | float) or not 0 <= weight < math.inf or not isinstance(arguments, Mapping):
         raise ConfigError(f"{where}: weight {weight!r} must be 0 or more, and agent_args a mapping")
+    template = entry.get("prompt_format")
+    if template is not None and template not in PROMPT_FORMATS:
+        raise ConfigError(f"{where}: prompt_format {template!r} is none of {', '.join(PROMPT_FORMATS)}")
     kind = KINDS.get(name) or _load_environment_class(name, path.parent, where)
     try:
         inspect.signature(kind).bind(**arguments)
     except TypeError as error:
         raise ConfigError(f"{where}: {name} does not take these agent_args: {error}") from None
-    return EnvironmentWithWeight(name, kind(**arguments), float(weight))
+    return EnvironmentWithWeight(name, kind(**arguments), float(weight), template)
 
 
 def _load_environment_class(name: str, folder: Path, where: str) -> type[Environment]:

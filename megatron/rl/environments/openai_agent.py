@@ -3,8 +3,9 @@
     POST URL  {"number": 7, "base_url": "http://127.0.0.1:PORT/ROLLOUT/v1", "model": "policy"}     -> {"reward": 0.5}
 
 Before it answers, the agent asks BASE_URL/completions or BASE_URL/chat/completions, as often as `turns` allows. What the policy samples is trained
-on, whatever else is in the conversation is not. A conversation only grows: each prompt begins with all that was said before, so that the ids that
-were sampled are kept. Sampling is what the flags of the run say; a request may set `max_tokens` and `stop`. Errors and time-outs cost the rollout.
+on, whatever else is in the conversation is not. Messages are written by the chat template of the environment's prompt_format, or the tokenizer's, or
+as ChatML. A conversation only grows: each request begins with all that was said before, so that the ids that were sampled are kept. Sampling is what
+the flags of the run say; a request may set `max_tokens` and `stop`. Errors and time-outs cost the rollout.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from megatron.core.datasets.indexed import DataError
 from megatron.rl.environments.base import Conversation, Problem
 from megatron.rl.environments.remote import MOST_BYTES, RemoteEnvironment, RemoteEnvironmentError, post_json
 from megatron.rl.environments.threads import run_in_thread
-
-_END = "<|im_end|>"  # of a message of ChatML
 
 
 class OpenAIAgentEnvironment(RemoteEnvironment):
@@ -65,33 +65,63 @@ class _AgentRequestRefused(Exception):
 
 @dataclass(slots=True)
 class _AgentRollout:
-    """A rollout's conversation, continued by requests. turns: requests left. text: all text so far."""
+    """A rollout's conversation, continued by requests. turns: requests left. text, messages: all so far, of one kind."""
 
     loop: asyncio.AbstractEventLoop
     conversation: Conversation
     turns: int
     text: str = ""
+    messages: list[dict[str, Any]] = field(default_factory=list)
     is_busy: bool = False
 
     async def answer_prompt(self, prompt: str, num_tokens: int | None, stop: tuple[str, ...]) -> tuple[str, bool]:
         """Return (the policy's answer to a prompt, whether it ended by itself). Raises `_AgentRequestRefused` if the
         prompt does not continue the conversation.
         """
-        if not prompt.startswith(self.text) or len(prompt) == len(self.text):
+        if self.conversation.prompt_format is not None:
+            raise _AgentRequestRefused(
+                "the environment has a prompt_format, by which messages are written; ask chat/completions"
+            )
+        if self.messages or not prompt.startswith(self.text) or len(prompt) == len(self.text):
             raise _AgentRequestRefused("the prompt does not begin with all that was said before, or says nothing new")
+        answer = await self._answer(lambda: self.conversation.add(prompt[len(self.text) :]), num_tokens, stop)
+        self.text = prompt + answer
+        return answer, self.conversation.is_finished
+
+    async def answer_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, num_tokens: int | None, stop: tuple[str, ...]
+    ) -> tuple[str, bool]:
+        """As `answer_prompt`, for messages, which the chat template writes."""
+        earlier = len(self.messages)
+        if self.text or len(messages) <= earlier or any(map(_differs, self.messages, messages)):
+            raise _AgentRequestRefused("the messages do not begin with all that was said before, or say nothing new")
+        answer = await self._answer(lambda: self.conversation.add_messages(messages[earlier:], tools), num_tokens, stop)
+        self.messages = [*map(dict, messages), {"role": "assistant", "content": answer}]
+        return answer, self.conversation.is_finished
+
+    async def _answer(self, add: Callable[[], None], num_tokens: int | None, stop: tuple[str, ...]) -> str:
+        """Add what is new and return the policy's answer."""
         if self.turns < 1 or self.is_busy:
             raise _AgentRequestRefused("the rollout has no turns left, or answers another request")
+        try:
+            add()
+        except (DataError, ValueError) as error:
+            raise _AgentRequestRefused(str(error)) from None
         self.turns, self.is_busy = self.turns - 1, True
-        self.conversation.add(prompt[len(self.text) :])
         answer = await self.conversation.generate(num_tokens=num_tokens, stop=stop)
-        self.text, self.is_busy = prompt + answer, False
-        return answer, self.conversation.is_finished
+        self.is_busy = False
+        return answer
 
 
 def chatml_prompt(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the messages in ChatML, with the beginning of an answer."""
-    texts = [f"<|im_start|>{one['role']}\n{one['content']}{_END}\n" for one in messages]
+    """Return the messages in ChatML as one text, with the beginning of an answer; for agents that ask for completions."""
+    texts = [f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages]
     return "".join(texts) + "<|im_start|>assistant\n"
+
+
+def _differs(earlier: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+    """Whether a message is another than the earlier one at its place."""
+    return any(earlier.get(key) != message.get(key) for key in ("role", "content"))
 
 
 def _generate_agent_response(
@@ -106,19 +136,21 @@ def _generate_agent_response(
     if request.get("stream") or request.get("n", 1) != 1:
         raise _AgentRequestRefused("a rollout has one answer at a time, which is not streamed")
     try:
-        prompt = chatml_prompt(request["messages"]) if chat else request["prompt"]
+        prompt: Any = [dict(message) for message in request["messages"]] if chat else request["prompt"]
         stop = request.get("stop") or ()
         words = (stop,) if isinstance(stop, str) else tuple(map(str, stop))
         most = request.get("max_tokens", request.get("max_completion_tokens"))
         most = None if most is None else int(most)
     except (KeyError, TypeError, ValueError) as error:
         raise _AgentRequestRefused(f"the request cannot be read: {type(error).__name__}: {error}") from None
-    if not isinstance(prompt, str):
+    if not chat and not isinstance(prompt, str):
         raise _AgentRequestRefused("the prompt must be a text")
-    words = (*words, _END) if chat else words
-    coroutine = rollout.answer_prompt(prompt, most, words)
-    text, finished = asyncio.run_coroutine_threadsafe(coroutine, rollout.loop).result(seconds)
-    content = text.removesuffix(_END) if chat else text
+    coroutine = (
+        rollout.answer_messages(prompt, request.get("tools"), most, words)
+        if chat
+        else rollout.answer_prompt(prompt, most, words)
+    )
+    content, finished = asyncio.run_coroutine_threadsafe(coroutine, rollout.loop).result(seconds)
     choice = {"message": {"role": "assistant", "content": content}} if chat else {"text": content}
     return {
         "id": secrets.token_hex(8),

@@ -16,15 +16,22 @@ from urllib.request import Request, urlopen
 import pytest
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.rl.environments.arithmetic import ArithmeticEnvironment
 from megatron.rl.environments.base import EVALUATION
 from megatron.rl.environments.config import EnvironmentWithWeight, environment_and_problem_index, read_environments
 from megatron.rl.environments.countdown import CountdownEnvironment, value_and_numbers_of_expression
 from megatron.rl.environments.math_problems import MathEnvironment, is_same_answer
-from megatron.rl.environments.openai_agent import OpenAIAgentEnvironment, chatml_prompt
+from megatron.rl.environments.openai_agent import (
+    OpenAIAgentEnvironment,
+    _AgentRequestRefused,
+    _AgentRollout,
+    chatml_prompt,
+)
 from megatron.rl.environments.remote import RemoteEnvironment, RemoteEnvironmentError
 from megatron.training.step import train_step
 from tests.helpers.policy import RL, trainer_of
+from tests.unit.rl.test_prompt_encoding import Policy
 
 
 @pytest.mark.parametrize(
@@ -147,6 +154,7 @@ class _Turns:
     """A conversation whose answers are given."""
 
     is_finished = True
+    prompt_format = None
 
     def __init__(self, *answers: str) -> None:
         self.answers, self.texts = list(answers), list[str]()
@@ -263,6 +271,26 @@ def test_an_agent_that_speaks_openais_api_is_trained_with_what_the_policy_sample
         assert not sampled[0] and 4 <= one.rollout.num_sampled + 2 <= 8 and 0 <= one.rollout.reward <= 1
     total, count = losses["generation logprob difference"].tolist()
     assert count == sum(one.rollout.num_sampled for one in data.rollouts) and total / count < 1e-12
+
+
+def test_an_agents_messages_are_written_by_the_chat_template_and_only_grow() -> None:
+    policy = Policy(ByteTokenizer(), "4", "Yes.")
+    question, doubt = {"role": "user", "content": "2+2?"}, {"role": "user", "content": "sure?"}
+    answer = {"role": "assistant", "content": "4"}
+
+    async def ask() -> None:
+        rollout = _AgentRollout(asyncio.get_running_loop(), policy.conversation, 2)
+        assert await rollout.answer_messages([question], None, None, ()) == ("4", True)
+        for refused in ([question], [question, {**answer, "content": "5"}, doubt], [doubt, answer, question]):
+            with pytest.raises(_AgentRequestRefused, match="do not begin with all that was said"):
+                await rollout.answer_messages(refused, None, None, ())
+        assert await rollout.answer_messages([question, answer, doubt], None, None, ()) == ("Yes.", True)
+        with pytest.raises(_AgentRequestRefused, match="no turns left"):
+            await rollout.answer_messages([*policy.conversation.messages, doubt], None, None, ())
+
+    asyncio.run(ask())
+    expected = chatml_prompt([question, answer, doubt]) + "Yes.<|im_end|>"
+    assert ByteTokenizer().detokenize(policy.conversation.ids) == expected
 
 
 def test_messages_are_rendered_so_that_a_conversation_only_grows() -> None:
