@@ -110,8 +110,13 @@ PHRASES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Old names that users may still have: of flags, and of a file.
-FORMER = {("legacy_table.py", "ledger"), ("legacy_table.py", "bundle"), ("run_log.py", "ledger")}
+# Old names that users may still have: of flags, and of a file. And a word of a benchmark's table.
+FORMER = {
+    ("legacy_table.py", "ledger"),
+    ("legacy_table.py", "bundle"),
+    ("run_log.py", "ledger"),
+    ("vqa_accuracy.py", "somebody"),
+}
 
 # Names of variables that say nothing about the value.
 LOCALS: Mapping[str, str] = MappingProxyType(

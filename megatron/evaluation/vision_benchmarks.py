@@ -21,6 +21,9 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.special_tokens import IMAGE
 from megatron.core.datasets.storage import read_text_lines
 from megatron.evaluation import vision_metrics
+from megatron.evaluation.caption_tokens import tokenize_caption_for_metrics
+from megatron.evaluation.mmmu_answers import open_answer_score, parse_chosen_option
+from megatron.evaluation.vqa_accuracy import TEXTVQA_ACCURACIES, VQA_ACCURACIES, AccuracyRule
 
 Message = Mapping[str, str]
 _SHORT_ANSWER = f"{IMAGE}\n{{question}}\nAnswer the question using a single word or phrase."
@@ -70,18 +73,17 @@ def _exact_match(answer: str, question: BenchmarkQuestion) -> float:
 def _mmmu_answer_score(answer: str, question: BenchmarkQuestion) -> float:
     """Return 1 if the chosen option, or the open answer, is right, else 0."""
     if not question.options:
-        return vision_metrics.contains_reference_score(answer, question.references)
-    return float(vision_metrics.parse_chosen_option(answer, question.options) in question.references)
+        return open_answer_score(answer, question.references)
+    return float(parse_chosen_option(answer, question.options) in question.references)
 
 
 def _make_corpus_caption_scorer(score: Callable[..., float]) -> Callable[[Scored], float]:
     """Return a function that scores all captions together, tokenized."""
 
     def score_captions(rows: Scored) -> float:
-        given = [vision_metrics.tokenize_caption_for_metrics(answer.rstrip(".")) for answer, _ in rows]
         return score(
-            given,
-            [[vision_metrics.tokenize_caption_for_metrics(one) for one in question.references] for _, question in rows],
+            [tokenize_caption_for_metrics(answer) for answer, _ in rows],
+            [list(map(tokenize_caption_for_metrics, question.references)) for _, question in rows],
         )
 
     return score_captions
@@ -166,21 +168,24 @@ def _read_vqav2(files: Sequence[Any], prompt: str) -> Iterable[BenchmarkQuestion
     ]
 
 
-_VQA = {
-    "accuracy (official, nine of ten)": _make_mean_scorer(
-        lambda answer, one: vision_metrics.vqa_accuracy(answer, one.references)
-    ),
-    "accuracy (all ten)": _make_mean_scorer(
-        lambda answer, one: vision_metrics.vqa_accuracy(answer, one.references, leave_one_out=False)
-    ),
-}
+def _make_accuracy_scorers(rules: Mapping[str, AccuracyRule]) -> Mapping[str, Callable[[Scored], float]]:
+    """Return scorers of the mean accuracy by each of these rules."""
+
+    def scorer(rule: AccuracyRule) -> Callable[[Scored], float]:
+        return _make_mean_scorer(lambda answer, one: rule(answer, one.references))
+
+    return {f"accuracy ({name})": scorer(rule) for name, rule in rules.items()}
+
+
 _RELAXED = _make_mean_scorer(
     lambda answer, one: max(vision_metrics.relaxed_accuracy(answer, reference) for reference in one.references)
 )
 BENCHMARKS: Mapping[str, VisionBenchmark] = MappingProxyType(
     {
-        "vqav2": VisionBenchmark(_VQA, ("question_id", "answer"), _read_vqav2),
-        "textvqa": VisionBenchmark(_VQA, ("question_id", "answer"), _read_textvqa),
+        "vqav2": VisionBenchmark(_make_accuracy_scorers(VQA_ACCURACIES), ("question_id", "answer"), _read_vqav2),
+        "textvqa": VisionBenchmark(
+            _make_accuracy_scorers(TEXTVQA_ACCURACIES), ("question_id", "answer"), _read_textvqa
+        ),
         "chartqa": VisionBenchmark({"relaxed accuracy": _RELAXED}, None, _read_chartqa),
         "docvqa": VisionBenchmark(
             {"ANLS": _make_mean_scorer(lambda answer, one: vision_metrics.anls_score(answer, one.references))},

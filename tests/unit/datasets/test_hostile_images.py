@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from typing import Any
 
 import numpy as np
@@ -104,13 +103,11 @@ def fuzz(seed: int, rounds: int) -> None:
             file[place] = random.choice([0, 255, 127, 128, int(random.integers(256))])
         if random.random() < 0.2:
             file = file[: random.integers(len(file))]
-        began = time.process_time()
         try:
             images.tile_grid_of_image_bytes(file.tobytes(), chosen)
             images.tile_image(images.decode_image(file.tobytes(), chosen), chosen)
         except ImageError:
             pass
-        assert time.process_time() - began < 20, (kind, file.tobytes())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow, about damaged tags

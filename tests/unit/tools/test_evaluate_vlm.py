@@ -38,6 +38,7 @@ def test_vqa_is_counted_in_both_ways_and_missing_answers_are_wrong(tmp_path: Pat
     main(["--task", "vqav2", *files(tmp_path, [{"id": 1, "text": " A cat."}], REFERENCES)])
     assert capsys.readouterr().out.splitlines() == [
         "vqav2 accuracy (official, nine of ten): 45.00 of 2 answers",
+        "vqav2 accuracy (official until 2021): 45.00 of 2 answers",
         "vqav2 accuracy (all ten): 50.00 of 2 answers",
         "1 answers are missing or errors, and count as wrong",
     ]
