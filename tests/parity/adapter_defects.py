@@ -18,6 +18,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, ShardedDim
 from megatron.core.tensor_parallel import adapter, frozen_quantized
 from megatron.core.tensor_parallel.adapter import LinearAdapter
+from megatron.core.tensor_parallel.linear import AdaptableLinear
 from megatron.core.transformer import adapters
 from megatron.training import trainer
 from tests.parity.defect import Defect, nothing, sum_replicated_but
@@ -127,6 +128,11 @@ ADAPTERS: tuple[Defect, ...] = (
         "the lengths of rows are those of a rank's columns",
         (("tp2", "dora-fused"), ("tp2 sp", "lora-mla")),
         ((LinearAdapter, "_adapted_row_norms", _own_rows_length),),
+    ),
+    Defect(
+        "magnitudes do not begin as the lengths of rows",
+        (("dp2 fsdp", "dora"), ("tp2", "dora-fused")),
+        ((AdaptableLinear, "initialize_from_other_parameters", nothing),),
     ),
     Defect(
         "adapters are not in the norm of the gradient",

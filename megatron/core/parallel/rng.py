@@ -33,7 +33,7 @@ def materialize_parameters(module: nn.Module, mesh: Mesh, seed: int, *, draw_on:
 
     draw_on: device of the random generators; draws on the CPU are the same on every kind of machine.
     """
-    source = draw_on or mesh.device
+    source, made = draw_on or mesh.device, set[int]()
     for owner in module.modules():
         for name, param in owner.named_parameters(recurse=False):
             if not param.is_meta:
@@ -52,10 +52,11 @@ def materialize_parameters(module: nn.Module, mesh: Mesh, seed: int, *, draw_on:
             param_on_device = nn.Parameter(value, requires_grad=param.requires_grad)
             param_on_device.spec = spec  # type: ignore[attr-defined]
             setattr(owner, name, param_on_device)
+            made.add(id(param_on_device))
     for owner in module.modules():
-        # modules whose initial values derive from other parameters
+        # Modules whose initial values derive from other parameters; those of earlier calls may be sharded by now.
         initialize = getattr(owner, "initialize_from_other_parameters", None)
-        if callable(initialize):
+        if callable(initialize) and not made.isdisjoint(map(id, owner.parameters())):
             initialize()
 
 
