@@ -19,19 +19,33 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
-from math import isfinite
+from math import isfinite, prod
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
+from megatron.core.config.foreign_mapping import ForeignMapping, short_value
 from megatron.core.datasets.storage import DataError
 
 META = ".nv-meta"
 _PARTS = {"train": "train", "valid": "val", "test": "test"}  # our splits -> Energon's parts
 _PREFIX = re.compile(r"(?P<folder>.+):(?P<part>[^:/\[\]]+)(?:\[(?P<start>\d+):(?P<stop>\d+)\])?")
-_UNSERVED = ("dataset_config", "split_config", "aux")
+_HARMLESS = MappingProxyType(
+    {
+        "subflavor": "a label for code of a task",
+        "subflavors": "labels for code of a task",
+        "shuffle_over_epochs_multiplier": "how Energon shuffles; here the seed orders samples",
+    }
+)
+_USUAL_FILES = MappingProxyType({"dataset_config": "dataset.yaml", "split_config": "split.yaml"})
+_NODE = ("path", "split_part", "subset")  # what a data set in a YAML file is described by
 _NONMATCH = ("error", "skip", "none")  # what becomes of a sample that another folder of a join lacks
 _DEEPEST = 16  # YAML files that name each other
+_MOST_NAMES = 10**6  # that the patterns of split.yaml stand for
+_MOST_DIGITS = 20  # of a number in such a pattern
+_MOST_PARTS = 10**5  # of a blend, repetitions counted
+_MOST_VALUES = 10**6  # of a YAML file, those of an alias counted wherever it stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +84,9 @@ class EnergonSplitPart:
     @property
     def shard_sample_counts(self) -> list[tuple[str, int]]:
         """Name and number of samples of each tar of the part, in order."""
-        split, counts = (
-            _read_energon_meta_file(self.folder, "split"),
-            _read_energon_meta_file(self.folder, ".info").get("shard_counts"),
-        )
+        split, info = _read_energon_meta_file(self.folder, "split"), _read_energon_meta_file(self.folder, ".info")
+        refuse_unread_keys(split, f"{self.folder}/{META}/split.yaml", "split_parts", "exclude")
+        counts = info.get("shard_counts")
         parts = split.get("split_parts")
         if not isinstance(parts, Mapping) or self.part not in parts:
             known = ", ".join(parts) if isinstance(parts, Mapping) else "none"
@@ -85,7 +98,8 @@ class EnergonSplitPart:
         for name in names:
             if os.path.isabs(name) or ".." in name.split("/"):
                 raise DataError(f"{self.folder}/{META}/split.yaml names {name!r}, which is outside the folder")
-            if not isinstance(counts.get(name), int):
+            count = counts.get(name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise DataError(f"{self.folder}/{META}/.info.json has no count of {name}; run `energon prepare` again")
         return [(name, counts[name]) for name in names]
 
@@ -100,7 +114,7 @@ class EnergonSplitPart:
 
     @property
     def dataset_yaml_content(self) -> Mapping[str, Any]:
-        """The content of dataset.yaml."""
+        """The content of dataset.yaml, whose keys are looked at where they are read."""
         return _read_energon_meta_file(self.folder, "dataset")
 
     def select_subset(self, subset: Any, where: str) -> EnergonSplitPart:
@@ -149,17 +163,32 @@ def read_energon_blend(path: str, split: str) -> DatasetBlendSpec | None:
     return _resolve_dataset_node({"path": os.path.abspath(path)}, "", _PARTS[split], path, 0)
 
 
+def refuse_unread_keys(
+    content: Mapping[str, Any],
+    where: str,
+    *read: str,
+    harmless: Mapping[str, str] = _HARMLESS,
+    defaults: Mapping[str, Any] = _USUAL_FILES,
+) -> None:
+    """Raise `DataError` for keys of one of Energon's files that are neither read here, harmless, nor at their default."""
+    keys = ForeignMapping(
+        content, harmless=harmless, defaults=defaults, advice="is not read here, and may change the samples"
+    )
+    keys.one_of("__module__", ("megatron.energon",), "megatron.energon")
+    keys.ignore_keys(*read)
+    if problems := keys.all_problems():
+        raise DataError(f"{where}: {'; '.join(problems)}")
+
+
 def _resolve_dataset_node(
-    node: Mapping[str, Any], base: str, part: str, where: str, depth: int
+    node: Mapping[str, Any], base: str, part: str, where: str, depth: int, *also: str
 ) -> DatasetBlendSpec | None:
     """Return the parts that a YAML node stands for: a join, a YAML file or a folder. None if it has nothing for `part`.
 
     base: folder of relative paths. where: named in errors. depth: how many YAML files deep; 0: the path that the user
-    gave.
+    gave. also: keys that the caller reads.
     """
-    unserved = [key for key in _UNSERVED if node.get(key)]
-    if unserved:
-        raise DataError(f"{where}: {', '.join(unserved)} is not read; write what it yields into a folder of its own")
+    refuse_unread_keys(node, where, *(("join", "joiner", *_NODE[1:]) if node.get("join") else _NODE), *also)
     if node.get("join"):
         return _resolve_join_node(node, base, part, where)
     if not isinstance(node.get("path"), str):
@@ -189,11 +218,15 @@ def _read_metadataset(path: str, part: str, depth: int) -> DatasetBlendSpec | No
         if depth > 1:
             raise DataError(f"{path} has no split {part!r}; it has {', '.join(map(str, splits))}")
         return None
+    refuse_unread_keys(content, path, "splits", "__class__")
+    if content.get("__class__") not in (None, "Metadataset", "MetadatasetV2"):
+        raise DataError(f"{path} is a {short_value(content['__class__'])}; a Metadataset and a MetadatasetV2 are read")
     node, base, where = splits[part], os.path.dirname(os.path.abspath(path)), f"{path}: {part}"
     if not isinstance(node, Mapping):
         raise DataError(f"{where} is no mapping")
     for key in ("blend", "datasets", "blend_epochized"):
         if key in node:
+            refuse_unread_keys(node, where, key, "subset")
             repeated = key == "blend_epochized"
             return _apply_subset(
                 _resolve_blend_node(node[key], base, part, where, depth, repeated), node.get("subset"), where
@@ -217,7 +250,7 @@ def _resolve_join_node(node: Mapping[str, Any], base: str, part: str, where: str
     parts: list[tuple[str, EnergonSplitPart]] = []
     for each in _require_dataset_list(nodes, where):
         chosen = each.get("split_part") or node.get("split_part") or part
-        inner = _resolve_dataset_node({**each, "split_part": chosen}, base, part, where, 1)
+        inner = _resolve_dataset_node({**each, "split_part": chosen}, base, part, where, 1, "nonmatch")
         first = (
             None if inner is None or len(inner.prefixes) != 1 else EnergonSplitPart.parse_data_path(inner.prefixes[0])
         )
@@ -241,9 +274,12 @@ def _resolve_blend_node(nodes: Any, base: str, part: str, where: str, depth: int
     prefixes: list[str] = []
     weights: list[float] = []
     for node in _require_dataset_list(nodes, where):
-        inner = _resolve_dataset_node(node, base, part, where, depth)
+        share = "repetitions" if repeated else "weight"
+        inner = _resolve_dataset_node(node, base, part, where, depth, share)
         assert inner is not None, "what is named inside a file has the part or is refused"
-        number = _read_blend_weight(node, "repetitions" if repeated else "weight", where)
+        number = _read_blend_weight(node, share, where)
+        if len(prefixes) + (number if repeated else 1) * len(inner.prefixes) > _MOST_PARTS:
+            raise DataError(f"{where}: the blend has more than {_MOST_PARTS} parts, repetitions counted")
         if repeated and inner.weights is None:
             prefixes += [prefix for each in inner.prefixes for prefix in _repeat_data_path(each, number)]
         elif not repeated and (inner.weights is not None or len(inner.prefixes) == 1):
@@ -306,17 +342,25 @@ def _expand_braces(patterns: Sequence[Any]) -> list[str]:
     for pattern in map(str, patterns):
         pieces = re.split(r"\{([^{}]*)\}", pattern)
         options = [_brace_alternatives(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+        if len(result) + prod(map(len, options)) > _MOST_NAMES:
+            raise DataError(
+                f"the pattern {short_value(pattern)} of a split.yaml stands for more than {_MOST_NAMES} names"
+            )
         result += ["".join(words) for words in product(*options)]
     return result
 
 
-def _brace_alternatives(inside: str) -> list[str]:
+def _brace_alternatives(inside: str) -> Sequence[str]:
+    """Return what stands for each other in braces: words with commas between, or the numbers of a range."""
     match = re.fullmatch(r"(\d+)\.\.(\d+)", inside)
     if match is None:
         return inside.split(",")
     first, last = match[1], match[2]
     width = max(len(first), len(last)) if "0" in (first[0], last[0]) and max(len(first), len(last)) > 1 else 0
-    return [str(number).zfill(width) for number in range(int(first), int(last) + 1)]
+    count = int(last) + 1 - int(first) if max(len(first), len(last)) <= _MOST_DIGITS else _MOST_NAMES + 1
+    if count > _MOST_NAMES:
+        raise DataError(f"the range {short_value(inside)} of a split.yaml stands for more than {_MOST_NAMES} names")
+    return [str(int(first) + number).zfill(width) for number in range(count)]
 
 
 def _read_energon_meta_file(folder: str, name: str) -> Mapping[str, Any]:
@@ -334,9 +378,27 @@ def _load_yaml_or_json(path: str) -> Mapping[str, Any]:
             content = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if _has_more_values_than(content, _MOST_VALUES):
+        raise DataError(f"{path} holds more than {_MOST_VALUES} values, those of aliases counted where they stand")
     if not isinstance(content, Mapping):
         raise DataError(f"{path} holds no mapping")
     return content
+
+
+def _has_more_values_than(content: Any, most: int) -> bool:
+    """Whether a value holds more than `most` others, which an alias (or a list that holds itself) makes of a few bytes."""
+    left = [iter((content,))]
+    while left:
+        for value in left[-1]:
+            most -= 1
+            if most < 0 or len(left) > 1000:
+                return True
+            if isinstance(value, (Mapping, list)):
+                left.append(iter(value.values() if isinstance(value, Mapping) else value))
+                break
+        else:
+            left.pop()
+    return False
 
 
 def ranges_within_shards(counts: Sequence[int], start: int, stop: int | None) -> list[range]:

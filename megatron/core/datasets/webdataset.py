@@ -14,9 +14,11 @@ import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
-from megatron.core.datasets.energon import META, EnergonSplitPart, ranges_within_shards
+from megatron.core.config.foreign_mapping import short_value
+from megatron.core.datasets.energon import META, EnergonSplitPart, ranges_within_shards, refuse_unread_keys
 from megatron.core.datasets.special_tokens import IMAGE
 from megatron.core.datasets.storage import DataError
 
@@ -25,6 +27,8 @@ _META = re.compile(r"__[^/]*__($|/)")
 _IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "pbm", "pnm", "img")
 _TEXTS = ("txt", "text", "transcript", "cls", "caption", "question", "answer")
 _MOST_TEXT = 2**24  # bytes of a member that is text or JSON
+_MOST_HEADER = 2**20  # bytes of a header that extends another
+_EXTENDS = (*b"xgXLK",)  # types of such headers: pax, Solaris, long names of GNU
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 Fields = Mapping[str, Any]
@@ -44,6 +48,30 @@ class TarMember:
         return self.name.rpartition(".")[2].lower()
 
 
+class _BoundedTarInfo(tarfile.TarInfo):
+    """A header of a tar from strangers: each lies behind the one before, and none is read at length. `DataError` for others."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:  # what tarfile calls for each header
+        where = f"{_tar_name(archive)} is damaged at byte {self.offset}"
+        if self.size < 0:
+            raise DataError(f"{where}: {self.name} has {self.size} bytes")
+        if self.type == tarfile.GNUTYPE_SPARSE:
+            raise DataError(f"{_tar_name(archive)} holds the sparse file {self.name}; write it without --sparse")
+        file = archive.fileobj
+        assert file is not None, "an open tar has a file"
+        if self.type[0] in _EXTENDS:
+            if self.size > _MOST_HEADER:
+                raise DataError(f"{where}: a header of {self.size} bytes")
+            place = file.tell()
+            if b"GNU.sparse" in file.read(self.size):
+                raise DataError(f"{_tar_name(archive)} holds a sparse file; write it without --sparse")
+            file.seek(place)
+        member: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc] # typeshed lacks it
+        if member.size < 0 or archive.offset <= self.offset:
+            raise DataError(f"{where}: {member.name} has {member.size} bytes")
+        return member
+
+
 @dataclass(frozen=True, slots=True)
 class TarSample:
     """One sample of a tar: its key, and its members by what follows the key."""
@@ -59,7 +87,7 @@ def read_tar_samples(folder: str, shard: str) -> Iterator[TarSample]:
     key, members = "", dict[str, TarMember]()
     try:
         size = os.path.getsize(path)
-        with tarfile.open(path, "r:") as tar:
+        with tarfile.open(path, "r:", tarinfo=_BoundedTarInfo) as tar:
             for entry in tar:
                 tar.members = []  # type: ignore[attr-defined] # a tar keeps all headers it has read
                 match = _STEM.fullmatch(entry.name)
@@ -73,10 +101,24 @@ def read_tar_samples(folder: str, shard: str) -> Iterator[TarSample]:
                     key, members = match[1], {}
                 name = f"{shard}@{entry.offset_data}+{entry.size}/{entry.name}"
                 members[match[2].lower()] = TarMember(name, entry.offset_data, entry.size)
-    except (OSError, tarfile.TarError) as error:
+            _refuse_early_end(tar)
+    except (OSError, tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as a tar: {error}") from None
     if members:
         yield TarSample(shard, key, members)
+
+
+def _tar_name(archive: tarfile.TarFile) -> str:
+    return os.fsdecode(archive.name or "")
+
+
+def _refuse_early_end(archive: tarfile.TarFile) -> None:
+    """Raise `DataError` if an open tar ended at a header that cannot be read, as tarfile ends it without a word."""
+    file, place = archive.fileobj, archive.offset
+    assert file is not None, "an open tar has a file"
+    file.seek(place)
+    if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
+        raise DataError(f"{_tar_name(archive)} is damaged at byte {place}: what stands there is no header")
 
 
 def read_energon_rows(part: EnergonSplitPart) -> Iterator[dict[str, Any] | str]:
@@ -339,18 +381,40 @@ def _llava_row_without_field_map(access: _SampleFieldReader, more: Fields) -> di
     raise DataError("it has no conversations and no text")
 
 
+# What dataset.yaml may say besides, and why it changes nothing here.
+_HARMLESS = MappingProxyType(
+    {
+        **dict.fromkeys(("subflavor", "subflavors"), "labels for code of a task"),
+        **dict.fromkeys(
+            ("auto_decode", "decoder", "image_decode", "ignore_decoder_errors", "guess_content"),
+            "how Energon unpacks images; here they are unpacked as all others",
+        ),
+        **dict.fromkeys(
+            ("parallel_shard_iters", "max_samples_per_sequence", "shuffle_over_epochs"),
+            "how Energon shuffles; here the seed orders samples",
+        ),
+    }
+)
+# Fields that kinds of sample may have, of which no text is made.
+_UNREAD_FIELDS = frozenset(
+    "block_boxes block_classes block_text lines_boxes lines_text words_boxes words_text chars_boxes chars_text "
+    "similarity_matrix matched_text_indices".split()
+)
+
+
 def _read_yaml_field_map(part: EnergonSplitPart) -> dict[str, str]:
-    """Return field -> path from dataset.yaml's field_map. `DataError` if it names a sample_loader, which is not run."""
-    content = part.dataset_yaml_content
+    """Return field -> path from dataset.yaml's field_map. `DataError` if it says something else that is not read."""
+    content, where = part.dataset_yaml_content, f"{part.folder}/{META}/dataset.yaml"
     if content.get("sample_loader"):
         raise DataError(
-            f"{part.folder}/{META}/dataset.yaml names a sample_loader, code that is not run; give a field_map, whose paths such as "
+            f"{where} names a sample_loader, code that is not run; give a field_map, whose paths such as "
             "json[0][value] reach into JSON, or write samples with conversations as CrudeWebdataset"
         )
-    fields = content.get("field_map")
-    return (
-        {name: where for name, where in fields.items() if isinstance(where, str)} if isinstance(fields, Mapping) else {}
-    )
+    refuse_unread_keys(content, where, "field_map", "sample_type", "__class__", harmless=_HARMLESS, defaults={})
+    fields = content.get("field_map") or {}
+    if not isinstance(fields, Mapping) or not all(isinstance(path, str) for path in fields.values()):
+        raise DataError(f"{where}: field_map is no mapping of fields to paths such as json[0][value]")
+    return dict(fields)
 
 
 def _row_converter(part: EnergonSplitPart) -> Callable[[_SampleFieldReader, Fields], dict[str, Any]]:
@@ -359,11 +423,16 @@ def _row_converter(part: EnergonSplitPart) -> Callable[[_SampleFieldReader, Fiel
     kind = part.kind or content.get("sample_type", content)
     name = re.sub(r"(Sample|Webdataset)$", "", str(kind.get("__class__", "") if isinstance(kind, Mapping) else kind))
     known = _read_yaml_field_map(part)
+    module = kind.get("__module__", "megatron.energon") if isinstance(kind, Mapping) else "megatron.energon"
+    if module != "megatron.energon":
+        raise DataError(f"{where}: samples of the kind {name!r} of {short_value(module)} are code that is not run")
     if name == "Crude" and not part.joined:
         return _llava_row_without_field_map
     if name not in _KINDS:
         raise DataError(f"{where}: samples of the kind {name!r} are not read; kinds are {', '.join(_KINDS)}, Crude")
     needed, convert = _KINDS[name]
+    if strange := sorted(known.keys() - {*needed, "answer_weights", *_UNREAD_FIELDS}):
+        raise DataError(f"{where}: the fields {', '.join(strange)} of {name} are not read")
     if not part.joined and not known.keys() >= set(needed):
         raise DataError(f"{where}: a field_map with {', '.join(needed)} is needed for {name}")
 
