@@ -106,11 +106,13 @@ class ForeignMapping:
     def all_problems(self, silent: Collection[str] = ()) -> list[str]:
         """All problems, those of keys that nobody asked for included, but for those that are silent about the result."""
         strangers = [
-            f"{name}: {short_value(value)} {self._advice}"
-            for name, value in self._left.items()
-            if name not in silent and not self._does_nothing(name, value)
+            f"{name}: {short_value(self._left[name])} {self._advice}" for name in self.keys_left() if name not in silent
         ]
         return self.problems + strangers
+
+    def keys_left(self) -> list[str]:
+        """The keys that nobody asked for, and that may change the result."""
+        return [name for name, value in self._left.items() if not self._does_nothing(name, value)]
 
     def _does_nothing(self, name: str, value: Any) -> bool:
         if name in self._defaults:

@@ -2,33 +2,35 @@
 
     chat.jsonl --template--> text --tokenizer--> ids, in chat.jsonl.cache/ChatDataset_indices
 
-A line is {"messages": [{"role": "user", "content": "..."}, ...]}, with "tools" where the template knows them. A system
-message that is not the first begins a new conversation. A document is a line, a sequence a conversation. Ids are int32, and
-those that are not learnt are kept as ~id, so that an id and whether it is an answer are one number. They are made once, by
-the first process, and made again when the file, the tokenizer or the template has changed.
+What a line may be says `conversation_rows.py`. A document is a line, a sequence a conversation. Ids are int32, and those that
+are not learnt are kept as ~id, so that an id and whether it is an answer are one number. They are made once, by the first
+process, and made again when the file, the tokenizer or the template has changed.
 """
 
 from __future__ import annotations
 
 import array
-import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.answer_spans import MARK_LIKE
+from megatron.core.datasets.conversation_rows import ConversationRow, ConversationRowParser, TextRow
 from megatron.core.datasets.index_map import Arrays, IndexCacheFolder, load_or_build_arrays
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.special_tokens import count_ids_around_text, token_ids_by_name
+from megatron.core.datasets.segment_encoder import SegmentEncoder
+from megatron.core.datasets.special_tokens import token_ids_by_name
 from megatron.core.datasets.templates import (
     BOS,
+    DATE,
     EOS,
     FORMATS,
-    MARK_LIKE,
     ChatTemplate,
     Message,
     TemplateLimitError,
@@ -38,129 +40,116 @@ from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint_field
 
 AT_ONCE = 256  # lines that are tokenized together
 MOST_TOLD = 20  # bad lines that an error names
+_VERSION = 2  # of how ids are made of the same file, tokenizer and template
 SHAPES = {"ids": ((None,), np.int32), "starts": ((None,), np.int64), "lines": ((None,), np.int64)}
 
 logger = logging.getLogger(__name__)
 
 
 class ConversationEncoder:
-    """Conversations to ids. template: the name of a format, or "tokenizer" for the tokenizer's own template."""
+    """Conversations to ids. template: the name of a format, or "tokenizer" for the tokenizer's own template. now: ISO time
+    that a template is told; None: the clock's.
 
-    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+    The ids are those of transformers' `apply_chat_template`, but for names of marks in texts of the user and of tools.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str, *, now: str | None = DATE) -> None:
         text = tokenizer.chat_template if template == "tokenizer" else FORMATS[template]
         if text is None:
             raise ConfigError(
                 "--sft writes conversations by the tokenizer's chat template, and it has none; give --chat-template, "
                 f"or --sft-tokenizer-prompt-format {', '.join(FORMATS)}"
             )
-        self.tokenizer, self._frame = tokenizer, count_ids_around_text(tokenizer)
+        self.tokenizer = tokenizer
         end = tokenizer.eod if tokenizer.eos is None else tokenizer.eos
         bos = "" if tokenizer.bos is None else tokenizer.id_to_token(tokenizer.bos) or BOS
         eos = tokenizer.id_to_token(end) or EOS
-        words = set(MARK_LIKE.findall(text))
         special = {name: token for token in tokenizer.special_ids if len(name := tokenizer.id_to_token(token)) > 1}
-        self.marks = {**token_ids_by_name(tokenizer, words), **special, eos: end}
+        self.marks = {**_tokens_of_template(tokenizer, text), **special, eos: end}
         if tokenizer.bos is not None:
             self.marks[bos] = tokenizer.bos
-        missing = sorted(word for word in words - self.marks.keys() if word.startswith("<|"))
-        if missing:
-            logger.info(
-                "the vocabulary has no token %s; what the template writes so is spelled with several",
-                ", ".join(missing),
-            )
-        self.template = ChatTemplate(text, bos=bos, eos=eos, marks=list(self.marks))
-        self.identity = {"tokenizer": tokenizer_fingerprint_fields(tokenizer)["hash"], "template": text}
+        others = {f"{name}_token": getattr(tokenizer, name) for name in ("pad", "cls", "sep", "mask")}
+        self.template = ChatTemplate(
+            text,
+            bos=bos,
+            eos=eos,
+            marks=list(self.marks),
+            control=[*special, eos, *([bos] if bos else [])],
+            names={name: tokenizer.id_to_token(token) for name, token in others.items() if token is not None},
+            now=now,
+        )
+        self._segments = SegmentEncoder(tokenizer, self.marks)
+        self._eos = eos
+        self.identity = {
+            "tokenizer": tokenizer_fingerprint_fields(tokenizer)["hash"],
+            "template": text,
+            "now": now,
+            "version": _VERSION,
+        }
 
     def encode_conversations(self, conversations: Sequence[Sequence[TemplateSegment]]) -> list[np.ndarray]:
         """Return the ids of each conversation, int32 [t]; an id that is not learnt is stored as ~id.
 
-        `ValueError` for text that the tokenizer cannot encode. Each segment is tokenized by itself, as a prompt is at
-        inference. If the ids of (previous text + segment) begin with those of the previous text, the rest of them is
-        used instead: some tokenizers put a space before every text.
+        `ValueError` for text that the tokenizer cannot encode.
         """
-        texts = [
-            (piece.text, previous.text + piece.text if previous is not None and not previous.mark else None)
-            for conversation in conversations
-            for previous, piece in zip((None, *conversation), conversation)
-            if not piece.mark
-        ]
-        together = [text for pair in texts for text in pair if text is not None]
-        flat, lengths = self.tokenizer.encode_texts_flat(together)
-        before, after = self._frame
-        ends = np.cumsum(lengths)
-        spans = zip((ends - lengths + before).tolist(), (ends - after).tolist())
-        ids = np.asarray(flat).astype(np.int32)
-        encoded = (ids[first:last] for first, last in spans)
-        return [self._join_segments(conversation, encoded) for conversation in conversations]
+        return self._segments.encode(conversations)
 
-    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of a conversation, up to its next answer. `DataError` from the template, else `ValueError`."""
-        (encoded,) = self.encode_conversations([self.template.render_with_generation_prompt(messages)])
-        return (~encoded).tolist()  # nothing of it is learnt
+    def render_row(self, row: ConversationRow | TextRow) -> list[TemplateSegment]:
+        """Return the segments of a row. `DataError` from the template."""
+        if isinstance(row, TextRow):
+            return self._text_segments(row)
+        return self.template.render_segments(row.messages, row.tools, row.variables, prompt=row.prompt)
+
+    def encode_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        continues: bool = False,
+    ) -> list[int]:
+        """Return the ids of a conversation, up to its next answer; continues: up to where its last answer goes on.
+        `DataError` from the template, else `ValueError`.
+        """
+        pieces = self.template.render_with_generation_prompt(messages, tools, variables, continues=continues)
+        (encoded,) = self.encode_conversations([pieces])
+        return (encoded ^ (encoded >> 31)).tolist()  # an id that is not learnt is kept as ~id
 
     def answer_end_ids_and_texts(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Return (token ids, texts) that the template puts after an answer; one of them ends generation.
 
-        Found by rendering a two-message conversation; both are empty if the template rejects it.
+        An id is that of the last mark behind an answer. Both are empty if the template ends answers by nothing, or rejects a
+        conversation of two messages.
         """
         try:
-            pieces = self.template.render_segments(
-                [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-            )
+            end = self.template.answer_end
         except DataError:
             return (), ()
-        answer = [piece for piece in pieces if piece.answer]
-        marks = [self.marks[piece.text] for piece in answer if piece.mark]
-        words = [
-            after.strip() for piece in answer if not piece.mark and (after := piece.text.partition("b")[2]).strip()
-        ]
-        return tuple(marks[:1]), () if marks else tuple(words[:1])
+        marks = self.template.marks_in(end)
+        if marks:
+            return (self.marks[marks[-1]],), ()
+        return (), (end.strip(),) if end.strip() else ()
 
-    def _join_segments(self, conversation: Sequence[TemplateSegment], encoded: Iterator[np.ndarray]) -> np.ndarray:
-        """Return one conversation's ids, int32 [t], ~id where not learnt. encoded: what `encode` tokenized, in order."""
-        parts: list[np.ndarray] = []
-        before: np.ndarray | None = None  # ids of the text just before, by itself
-        for piece in conversation:
-            if piece.mark:
-                ids, before = np.array([self.marks[piece.text]], np.int32), None
-            else:
-                alone = ids = next(encoded)
-                if before is not None:
-                    joint = next(encoded)
-                    if np.array_equal(joint[: len(before)], before):
-                        ids = joint[len(before) :]
-                before = alone
-            parts.append(ids if piece.answer else ~ids)
-        return np.concatenate([np.empty(0, np.int32), *parts])
+    def _text_segments(self, row: TextRow) -> list[TemplateSegment]:
+        """Return the segments of a prompt and its completion, with what the tokenizer puts before a text, and its end behind."""
+        completion = row.completion if row.completion.endswith(self._eos) else row.completion + self._eos
+        before = self.tokenizer.tokenize("")[: self._segments.frame[0]]
+        start = {self.tokenizer.id_to_token(token): token for token in before}
+        self.marks.update(start)
+        opening = [] if row.prompt.startswith(tuple(start)) else [TemplateSegment(name, False, True) for name in start]
+        return [*opening, *self.template.split_text(row.prompt + completion, len(row.prompt))]
 
 
-def parse_conversations(line: bytes) -> list[tuple[list[Message], Any]]:
-    """Parse a JSONL line into (messages, tools) per conversation; [] for a blank line. `DataError` if it is invalid."""
-    if not line.strip():
-        return []
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON
-        raise DataError(f"not JSON: {error}") from error
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise DataError('no list of "messages"')
-    _check_messages(messages)
-    starts = [place for place, message in enumerate(messages) if place == 0 or message["role"] == "system"]
-    result = [messages[first:last] for first, last in zip(starts, [*starts[1:], len(messages)])]
-    for conversation in result:
-        if all(message["role"] != "assistant" for message in conversation):
-            raise DataError("a conversation without an answer: none of its messages has the role assistant")
-    return [(conversation, row.get("tools")) for conversation in result]
-
-
-def _check_messages(messages: Sequence[Any]) -> None:
-    """Raise `DataError` for a message without a role, or with neither text nor tool calls."""
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f'message {number} has no "role"')
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise DataError(f'message {number} has no text as "content"')
+def _tokens_of_template(tokenizer: Tokenizer, template: str) -> dict[str, int]:
+    """Return the tokens that a template names, and say which of its marks are none."""
+    words = set(MARK_LIKE.findall(template))
+    tokens = token_ids_by_name(tokenizer, words)
+    missing = sorted(word for word in words - tokens.keys() if word.startswith("<|"))
+    if missing:
+        logger.info(
+            "the vocabulary has no token %s; what the template writes so is spelled with several", ", ".join(missing)
+        )
+    return tokens
 
 
 class TokenizedConversations:
@@ -204,15 +193,14 @@ def _tokenize_conversation_file(path: str, encoder: ConversationEncoder) -> Arra
     # Machine integers, not Python's.
     ids, starts, lines = array.array("i"), array.array("q", [0]), array.array("q", [0])
     bad: list[tuple[int, str]] = []
+    parser = ConversationRowParser()
     with open(path, "rb") as file:
         numbered = enumerate(file, 1)
         while rows := list(islice(numbered, AT_ONCE)):
             result: list[list[list[TemplateSegment]]] = []
             for number, line in rows:
                 try:
-                    result.append(
-                        [encoder.template.render_segments(*conversation) for conversation in parse_conversations(line)]
-                    )
+                    result.append([encoder.render_row(row) for row in parser.parse_line(line)])
                 except TemplateLimitError as error:  # all lines would take as long
                     raise DataError(f"{path}, line {number}: {error}") from error
                 except DataError as error:
@@ -229,6 +217,8 @@ def _tokenize_conversation_file(path: str, encoder: ConversationEncoder) -> Arra
     if bad:
         listed = list_first_problems([f"{path}, line {number}: {problem}" for number, problem in sorted(bad)])
         raise DataError(f"{len(bad)} lines cannot be used; mend or remove them\n{listed}")
+    if parser.unread_keys:
+        logger.warning("%s: what rows hold besides is not read: %s", path, ", ".join(sorted(parser.unread_keys)))
     return {
         "ids": np.frombuffer(ids, np.int32),
         "starts": np.frombuffer(starts, np.int64),

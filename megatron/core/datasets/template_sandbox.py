@@ -1,147 +1,141 @@
-"""A Jinja sandbox whose templates end, within bounds of steps, time and text.
+"""Rendering of chat templates within bounds of memory and time: a process of its own renders (`template_worker.py`).
 
-A template comes with a published tokenizer, so it is data, and must not hold the process that renders it. A step is a pass
-of a loop or a call of a macro; joined text (~, +, *, and what a template writes) is measured before it is made.
+A template comes with a published tokenizer, so it is data. Jinja's sandbox keeps it from the program's objects, but not from
+filling the memory or running for ever: nearly every method of a text can do that. What bounds all of them is the operating
+system: the process may take MOST_BYTES, is ended after MOST_SECONDS, and is started again for the next rendering.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
+from megatron.core.datasets import template_worker
 
-MOST_STEPS = 500_000
-MOST_SECONDS = 60.0
-MOST_CHARACTERS = 2**26
-MOST_BITS = 2**16  # of a power
+MOST_SECONDS = 60.0  # of the renderings of one conversation
+_PROGRAM = "import runpy, sys; sys.path[:] = {path!r}; runpy.run_path({file!r}, run_name='__main__')"
+_LIBRARY_PATHS = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")  # all that the process sees of the environment
+_LIMITS = {
+    "memory": f"it needs more than {template_worker.MOST_BYTES >> 20} MiB of memory",
+    "text": f"it makes a text of more than {template_worker.MOST_CHARACTERS} characters",
+}
 
 
-class RenderLimitError(SecurityError):
+class RenderLimitError(Exception):
     """A template does not end within the bounds."""
 
 
-class _RenderBudget:
-    """What is left of a rendering's steps and time."""
+class InvalidTemplateError(Exception):
+    """A text is no Jinja template."""
+
+
+class RenderError(str):
+    """Why a template does not take a conversation."""
+
+
+class TemplateProcess:
+    """A process that renders templates, started when it is needed."""
 
     def __init__(self) -> None:
-        self.steps, self.end = MOST_STEPS, time.monotonic() + MOST_SECONDS
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
+        atexit.register(self.close)
 
-    def count_step(self) -> None:
-        """Count one step. `RenderLimitError` after MOST_STEPS steps or (checked every 64 steps) MOST_SECONDS seconds."""
-        self.steps -= 1
-        if self.steps < 0:
-            raise RenderLimitError(f"it takes more than {MOST_STEPS} steps; does a loop in it not end?")
-        if self.steps % 64 == 0 and time.monotonic() > self.end:
-            raise RenderLimitError(f"it takes more than {MOST_SECONDS:.0f} seconds; does a loop in it not end?")
+    def render(
+        self, template: str, contexts: Sequence[Mapping[str, Any]], *, now: str | None = None
+    ) -> tuple[bool, list[str | RenderError]]:
+        """Render a template with several sets of variables.
 
+        now: ISO time that `strftime_now` says; None: the clock's. Returns whether the template marks answers, and the text of
+        each or why there is none. `InvalidTemplateError`; `RenderLimitError` where a bound is met.
+        """
+        reply = self._ask({"template": template, "contexts": contexts, "now": now})
+        if "no_template" in reply:
+            raise InvalidTemplateError(reply["no_template"])
+        if "limit" in reply:
+            self.close()  # what filled the memory may still fill it
+            raise RenderLimitError(_LIMITS[reply["limit"]])
+        results = [one["text"] if "text" in one else RenderError(one["problem"]) for one in reply["results"]]
+        return reply["marks_answers"], results
 
-_LEFT: ContextVar[_RenderBudget] = ContextVar("what is left of a rendering")
+    def close(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.communicate()
 
+    def _ask(self, request: Mapping[str, Any]) -> Any:
+        """Return the process's reply. `RenderLimitError` if it ends, or does not answer in time."""
+        body = json.dumps(request).encode()
+        with self._lock:
+            process = self._running_process()
+            assert process.stdin is not None and process.stdout is not None, "both are pipes"
+            try:
+                return _exchange(process.stdin.fileno(), process.stdout.fileno(), body, time.monotonic() + MOST_SECONDS)
+            except TimeoutError:
+                self.close()
+                raise RenderLimitError(
+                    f"it takes more than {MOST_SECONDS:.0f} seconds; does a loop in it not end?"
+                ) from None
+            except (BrokenPipeError, EOFError):
+                self.close()
+                raise RenderLimitError(f"{_LIMITS['memory']}, or ends the process that renders it") from None
+            except BaseException:  # an interrupt: the next reply would be that of this request
+                self.close()
+                raise
 
-@contextmanager
-def render_limits() -> Iterator[None]:
-    """Give what is rendered inside a fresh budget of steps and time; `RenderLimitError` when it is exhausted."""
-    token = _LEFT.set(_RenderBudget())
-    try:
-        yield
-    finally:
-        _LEFT.reset(token)
-
-
-def _check_text_size(size: int) -> None:
-    """Raise `RenderLimitError` for a text of more than MOST_CHARACTERS characters."""
-    if size > MOST_CHARACTERS:
-        raise RenderLimitError(f"it makes a text of {size} characters; at most {MOST_CHARACTERS} are taken")
-
-
-def _join_within_size_limit(parts: Iterable[str]) -> str:
-    """Concatenate texts. `RenderLimitError` if the result is too long."""
-    result, size = [], 0
-    for part in parts:
-        size += len(part)
-        _check_text_size(size)
-        result.append(part)
-    return "".join(result)
-
-
-class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Templates that are rendered inside `render_limits` end."""
-
-    intercepted_binops = frozenset({"+", "*", "**"})
-    concat = staticmethod(_join_within_size_limit)
-
-    def __init__(self, extensions: Iterable[Any]) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[*extensions, _JinjaStepCounter])
-
-    def compile_template(self, text: str) -> jinja2.Template:
-        """A template that counts its steps."""
-        counted = _StepCountingTransformer(self.extensions[_JinjaStepCounter.identifier]).visit(self.parse(text))
-        return self.from_string(counted.set_environment(self))
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Evaluate `left operator right` (+, *, **). `RenderLimitError` if a power, text or list would be too large."""
-        sizes = [
-            len(value) if hasattr(value, "__len__") else value if isinstance(value, int) else 0
-            for value in (left, right)
-        ]
-        if (
-            operator == "**"
-            and isinstance(left, int)
-            and isinstance(right, int)
-            and left.bit_length() * right > MOST_BITS
-        ):
-            raise RenderLimitError(f"{left} ** {right} is too large")
-        if hasattr(left, "__len__") or hasattr(right, "__len__"):
-            _check_text_size(sizes[0] + sizes[1] if operator == "+" else sizes[0] * sizes[1])
-        return super().call_binop(context, operator, left, right)
+    def _running_process(self) -> subprocess.Popen[bytes]:
+        """Return the process, started if there is none of this process's own."""
+        if self._owner != os.getpid():  # forked: the parent's process answers the parent
+            self._process, self._owner = None, os.getpid()
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _PROGRAM.format(path=sys.path, file=template_worker.__file__)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in _LIBRARY_PATHS if name in os.environ},
+            )
+            assert self._process.stdin is not None, "it is a pipe"
+            os.set_blocking(self._process.stdin.fileno(), False)
+        return self._process
 
 
-class _JinjaStepCounter(Extension):
-    """Jinja extension with the methods that `_StepCountingTransformer` makes templates call."""
-
-    def step(self) -> bool:
-        """Count a step. Returns true, so that it can stand before the condition of a loop."""
-        _LEFT.get().count_step()
-        return True
-
-    def joined(self, *parts: Any) -> str:
-        """Concatenate the operands of `~`. `RenderLimitError` if the result is too long."""
-        return _join_within_size_limit(map(str, parts))
+@cache
+def template_process() -> TemplateProcess:
+    """The process that renders the templates of this process."""
+    return TemplateProcess()
 
 
-class _StepCountingTransformer(NodeTransformer):
-    """Puts a step before the body of every loop, macro and call block, and before the condition of a loop."""
-
-    def __init__(self, steps: Extension) -> None:
-        self.steps = steps
-
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        """Called by Jinja."""
-        if node.test is not None:
-            step = self.steps.call_method("step", lineno=node.lineno)
-            node.test = nodes.And(step, node.test).set_lineno(node.lineno)
-        return self._insert_step_into_body(node)
-
-    def visit_Concat(self, node: nodes.Concat) -> Any:
-        """Called by Jinja."""
-        self.generic_visit(node)
-        return self.steps.call_method("joined", node.nodes, lineno=node.lineno)
-
-    def _insert_step_into_body(self, node: Any) -> Any:
-        """Insert a counted step at the start of the node's body."""
-        self.generic_visit(node)
-        step = self.steps.call_method("step", lineno=node.lineno)
-        node.body.insert(0, nodes.ExprStmt(step).set_lineno(node.lineno))
-        return node
-
-    visit_Macro = visit_CallBlock = _insert_step_into_body  # called by Jinja
+def _exchange(writes: int, reads: int, body: bytes, end: float) -> Any:
+    """Write a message to one pipe and return the message from the other. `TimeoutError` at the time `end`."""
+    unsent = memoryview(len(body).to_bytes(8, "little") + body)
+    received = bytearray()
+    ready = select.poll()
+    ready.register(reads, select.POLLIN)
+    ready.register(writes, select.POLLOUT)
+    while len(received) < 8 or len(received) < 8 + int.from_bytes(received[:8], "little"):
+        pipes = {pipe for pipe, _ in ready.poll(max(0.0, 1000 * (end - time.monotonic())))}
+        if not pipes:
+            raise TimeoutError
+        if writes in pipes:
+            unsent = unsent[os.write(writes, unsent[: 1 << 16]) :]
+            if not unsent:
+                ready.unregister(writes)
+        if reads in pipes:
+            part = os.read(reads, 1 << 20)
+            if not part:
+                raise EOFError
+            received += part
+    return json.loads(received[8:])

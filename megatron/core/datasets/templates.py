@@ -1,52 +1,45 @@
 """How a conversation is written down: Jinja templates, run in a sandbox, that also say which text is an answer.
 
-A template is given `messages`, `bos_token`, `eos_token`, `tools` and `add_generation_prompt`, like those that come with
-published tokenizers. The text inside {% generation %} ... {% endgeneration %} is what the assistant says, and what is
-learnt. A template without these marks is rendered up to each answer and through it; what the answer adds is learnt:
+A template is given what transformers gives it: `messages` (without keys that are null; thoughts under each of their usual
+names), `tools`, `documents`, `add_generation_prompt`, the names of the tokenizer's special tokens, and the variables of a
+row. The text inside {% generation %} ... {% endgeneration %} is what the assistant says, and what is learnt; in a template
+without these marks, what an answer adds is found in `answer_spans.py`.
 
-    messages[:i] and the invitation to answer     <user>How?<end><assistant>
-    messages[:i + 1]                              <user>How?<end><assistant>So.<end>
-                                                                            ^^^^^^^^
-
-Text of a message cannot forge a mark: where it holds the name of one, the name stays ordinary characters.
+The template sees every text as it is. Text of the user and of tools cannot forge a mark: where it holds the name of one,
+found by a second rendering in which the name is broken up, the name stays ordinary characters. Texts of the system and of
+the assistant are the operator's and the model's own, and what they hold of marks are marks.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from jinja2 import nodes
-from jinja2.exceptions import TemplateError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Macro
-
 from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.answer_spans import MARK_LIKE, PLACE, AnswerFinder, AnswerNotFoundError, common_length
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.template_sandbox import RenderLimitError, TemplateSandbox, render_limits
+from megatron.core.datasets.message_content import ContentForms, PreparedMessage, map_strings, with_other_arguments
+from megatron.core.datasets.template_sandbox import (
+    InvalidTemplateError,
+    RenderError,
+    RenderLimitError,
+    template_process,
+)
+from megatron.core.datasets.template_worker import CLOSES, OPENS
 
 # Characters that Unicode keeps out of text, so that they can say something about it.
-OPENS, CLOSES, APART, BOS, EOS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
+APART, BOS, EOS = PLACE, "\ufdd3", "\ufdd4"
 RESERVED = re.compile(f"[{OPENS}-{EOS}]")
-# Words of a template that may be tokens: <|end|>, <s>, </s>, <<SYS>>, [INST], [/INST].
-MARK_LIKE = re.compile(r"<\|[^|<>\s]+\|>|</?\w+>|\[/?[A-Z_]+\]")
+TRUSTED_ROLES = ("system", "developer", "assistant")
+DATE = "2024-07-26"  # that `strftime_now` says in training: the same ids on every day
 
 Message = Mapping[str, Any]
-_RENDER_ERRORS = (
-    TemplateError,
-    ArithmeticError,
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    RecursionError,
-    MemoryError,
-)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_QUESTION, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 # One line each where the text is one line; {{ '\n' }} is the only way to end one, so that editors cannot change the text.
 FORMATS: Mapping[str, str] = MappingProxyType(
@@ -115,152 +108,252 @@ class TemplateLimitError(DataError):
 
 
 class ChatTemplate:
-    """Writes conversations. marks: names of tokens that the text of a message must not forge."""
+    """Writes conversations.
 
-    def __init__(self, text: str, *, bos: str, eos: str, marks: Sequence[str]) -> None:
-        environment = TemplateSandbox([_GenerationTag, loopcontrols])
-        environment.filters["tojson"] = _tojson_filter
-        environment.globals["raise_exception"] = _raise_template_error
+    marks: names of tokens that the text of a user must not forge. control: those among them that a template never reads in
+    a user's text. names: of the tokenizer's other special tokens, by variable (pad_token, ...). now: ISO time that
+    `strftime_now` says; None: the clock's.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        bos: str,
+        eos: str,
+        marks: Collection[str],
+        control: Collection[str] = (),
+        names: Mapping[str, str] = _NOTHING,
+        now: str | None = DATE,
+    ) -> None:
+        self._text, self._now = text, now
         try:
-            self._template = environment.compile_template(text)
-        except (TemplateError, RecursionError) as error:
+            self._marks_answers, _ = template_process().render(text, [])
+        except InvalidTemplateError as error:
             raise ConfigError(f"the chat template is not a Jinja template: {error}") from error
-        self._tells_answers = any(
-            isinstance(block.call.node, nodes.ExtensionAttribute)
-            for block in environment.parse(text).find_all(nodes.CallBlock)
-        )
-        self._names = {"bos_token": bos, "eos_token": eos}
-        self._marks = re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)) or "(?!)")
+        except RenderLimitError as error:
+            raise ConfigError(f"the chat template cannot be used: {error}") from error
+        self._names = {**names, "bos_token": bos, "eos_token": eos}
+        self._marks = _pattern_of(marks)
+        self._guards = (self._marks, _pattern_of(control)) if control else (self._marks,)
+        self._forms = ContentForms(lambda conversations: self._render_prepared(conversations, None, _NOTHING))
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = False) -> str:
         """Render a conversation to one text. `DataError` if the template rejects it."""
-        return "".join(
-            piece.text
-            for piece in self._split_into_segments(self._render(messages, tools, add_generation_prompt), answers=())
-        )
+        return _without_tags(self._render_first(messages, add_generation_prompt, tools, _NOTHING)[1])
 
-    def render_segments(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
-        """Render a conversation to segments: token names (marks), answers, the rest. `DataError` if it is rejected."""
-        whole = self._render(messages, tools, False)
-        return self._split_into_segments(
-            whole, () if self._tells_answers else self._answer_spans(messages, tools, whole)
-        )
+    def render_segments(
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        variables: Mapping[str, Any] = _NOTHING,
+        *,
+        prompt: int | None = None,
+    ) -> list[TemplateSegment]:
+        """Render a conversation to segments: token names (marks), what is learnt, the rest. `DataError` if it is rejected.
 
-    def render_with_generation_prompt(self, messages: Sequence[Message], tools: Any = None) -> list[TemplateSegment]:
-        """Render a conversation with the next answer's generation prompt. `DataError` as in `render_segments`."""
-        return self._split_into_segments(self._render(messages, tools, True), answers=())
-
-    def _answer_spans(self, messages: Sequence[Message], tools: Any, whole: str) -> list[tuple[int, int]]:
-        """Return [start, end) of each answer in the text `whole`, for a template without {% generation %}.
-
-        `DataError` if the template rewrites earlier text when a message is added.
+        variables: other variables of the template. prompt: number of messages before what is learnt; None: every answer is.
         """
-        result: list[tuple[int, int]] = []
-        for place, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self._render(messages[:place], tools, True)
-                through = self._render(messages[: place + 1], tools, False)
-                if not (through.startswith(before) and whole.startswith(through)):
-                    raise DataError(
-                        f"the chat template writes the start of a conversation anew when message {place + 1} follows, "
-                        "so that what the answer adds cannot be told; put {% generation %} ... {% endgeneration %} "
-                        "around the answers in it"
-                    )
-                result.append((len(before), len(through)))
-        return result
+        prepared, whole = self._render_first(messages, False, tools, variables)
+        text = _without_tags(whole)
+        if prompt is not None:
+            start = _text_or_error(self._render_prepared([(prepared[:prompt], True)], tools, variables)[0])
+            spans = [(common_length(text, _without_tags(start)), len(text))]
+        elif self._marks_answers:
+            spans = _spans_of_tags(whole)
+        else:
+            spans = self._find_answers(prepared, text, tools, variables)
+        return self._split(text, spans, self._forged(prepared, text, False, tools, variables))
 
-    def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
-        """Render to text with the control characters. `DataError` if that fails, `TemplateLimitError` at a limit."""
-        guarded = [_map_strings(message, self._escape_marks) for message in messages]
-        try:
-            with render_limits():
-                return self._template.render(
-                    messages=guarded,
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    **self._names,
+    def render_with_generation_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        variables: Mapping[str, Any] = _NOTHING,
+        *,
+        continues: bool = False,
+    ) -> list[TemplateSegment]:
+        """Render a conversation up to where the next answer begins; continues: up to where the last one, which is the last
+        message, goes on. Nothing is learnt. `DataError` as in `render_segments`.
+        """
+        invites = not continues
+        prepared, whole = self._render_first(messages, invites, tools, variables)
+        text = _without_tags(whole)
+        forged = self._forged(prepared, text, invites, tools, variables)
+        if continues:
+            behind = self._finder(tools, variables).text_behind_last(prepared)
+            if behind is None or prepared[-1]["role"] != "assistant":
+                raise DataError(
+                    "the last message is no answer whose end the chat template tells, so it cannot be continued"
                 )
+            text = text.removesuffix(behind)
+        return self._split(text, [], forged)
+
+    def split_text(self, text: str, learnt_from: int) -> list[TemplateSegment]:
+        """Split a text that no template wrote at the names of tokens; what follows `learnt_from` characters is learnt."""
+        return self._split(_refuse_reserved(text), [(learnt_from, len(text))], ())
+
+    def marks_in(self, text: str) -> list[str]:
+        """Return the names of tokens in a text, in order."""
+        return self._marks.findall(text)
+
+    @cached_property
+    def answer_end(self) -> str:
+        """What the template writes behind an answer, as far as it is the same at the end of a conversation and before a
+        message; if that is nothing, what it writes at the end, or else the mark that begins a message. "" if it has no end.
+        """
+        last, later = self._after_answer
+        header = MARK_LIKE.match(later)
+        return last[: common_length(last, later)] or last or ("" if header is None else header[0])
+
+    @cached_property
+    def _after_answer(self) -> tuple[str, str]:
+        question, answer = self._forms.prepare([_QUESTION, _ANSWER])
+        return self._finder(None, _NOTHING).text_after_answer(question, answer)
+
+    def _finder(self, tools: Any, variables: Mapping[str, Any]) -> AnswerFinder:
+        def render(requests: Sequence[tuple[Sequence[Message], bool]]) -> list[str | RenderError]:
+            texts = self._render_prepared(requests, tools, variables)
+            return [one if isinstance(one, RenderError) else _without_tags(one) for one in texts]
+
+        return AnswerFinder(render)
+
+    def _find_answers(
+        self, messages: Sequence[PreparedMessage], text: str, tools: Any, variables: Mapping[str, Any]
+    ) -> list[tuple[int, int]]:
+        """Return [start, end) of each answer in a text, for a template without {% generation %}. `DataError`."""
+        try:
+            return self._finder(tools, variables).spans(
+                messages, text, answers_end=bool(MARK_LIKE.search(self._after_answer[0]))
+            )
+        except AnswerNotFoundError as error:
+            raise DataError(
+                f"what message {error.message} adds to the text of the conversation cannot be told, since the chat template "
+                "writes the start of a conversation anew when it follows; put {% generation %} ... {% endgeneration %} "
+                "around the answers in it, and give it with --chat-template"
+            ) from error
+
+    def _render_first(
+        self, messages: Sequence[Message], invites: bool, tools: Any, variables: Mapping[str, Any]
+    ) -> tuple[list[PreparedMessage], str]:
+        """Return the messages as the template takes them, and their text. `DataError` for what it has no words for."""
+        for message in messages:
+            map_strings(message, _refuse_reserved)
+        prepared = self._forms.prepare(messages)
+        (text,) = self._render_prepared([(prepared, invites)], tools, variables)
+        if isinstance(text, RenderError) and (other := with_other_arguments(prepared)) is not None:
+            (again,) = self._render_prepared([(other, invites)], tools, variables)
+            prepared, text = (prepared, text) if isinstance(again, RenderError) else (other, again)
+        return prepared, _text_or_error(text)
+
+    def _render_prepared(
+        self, conversations: Sequence[tuple[Sequence[Message], bool]], tools: Any, variables: Mapping[str, Any]
+    ) -> list[str | RenderError]:
+        """Render conversations, each with or without a generation prompt. `TemplateLimitError` at a bound."""
+        contexts = [
+            {
+                "messages": messages,
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": invites,
+                **self._names,
+                **variables,
+            }
+            for messages, invites in conversations
+        ]
+        try:
+            return template_process().render(self._text, contexts, now=self._now)[1]
         except RenderLimitError as error:
             raise TemplateLimitError(f"the chat template does not take the conversation: {error}") from error
-        except _RENDER_ERRORS as error:
-            raise DataError(f"the chat template does not take the conversation: {error}") from error
 
-    def _escape_marks(self, text: str) -> str:
-        """Return the text with APART inserted into each token name, so that it is not taken for that token.
+    def _forged(
+        self, messages: Sequence[PreparedMessage], text: str, invites: bool, tools: Any, variables: Mapping[str, Any]
+    ) -> set[int]:
+        """Return where in `text` the names of marks stand that users and tools wrote. `DataError` if that cannot be told."""
+        forged_names = sorted({mark for message in messages for mark in self._marks_of_user(message)})
+        for guard in self._guards if forged_names else ():
+            broken = [
+                message
+                if message["role"] in TRUSTED_ROLES
+                else {**map_strings(message, lambda one: guard.sub(_break_up, one)), "role": message["role"]}
+                for message in messages
+            ]
+            (second,) = self._render_prepared([(broken, invites)], tools, variables)
+            second = "" if isinstance(second, RenderError) else _without_tags(second)
+            if second.replace(APART, "") == text:
+                breaks = [place for place, letter in enumerate(second) if letter == APART]
+                return {place - number - 1 for number, place in enumerate(breaks)}
+        if forged_names:
+            raise DataError(
+                f"the chat template reads {', '.join(forged_names)} in a text of the user or of a tool, so that it cannot be told from "
+                "the template's own; take it out of the text"
+            )
+        return set()
 
-        `DataError` if it holds a reserved character.
-        """
-        if RESERVED.search(text):
-            raise DataError("a message holds one of the characters U+FDD0 to U+FDD4, which are not text")
-        return self._marks.sub(lambda match: match[0][0] + APART + match[0][1:], text)
+    def _marks_of_user(self, message: PreparedMessage) -> list[str]:
+        """Return the names of marks in the texts of a message that is not trusted."""
+        names: list[str] = []
+        if message["role"] not in TRUSTED_ROLES:
 
-    def _split_into_segments(self, text: str, answers: Sequence[tuple[int, int]]) -> list[TemplateSegment]:
-        """Split rendered text into segments at token names and at the edges of answers. answers: [start, end) of each,
-        added to those that control characters mark.
-        """
-        edges = {edge for span in answers for edge in span}
-        pieces: list[TemplateSegment] = []
-        opened, begin = False, 0
+            def note(one: str) -> str:
+                names.extend(self._marks.findall(one))
+                return one
 
-        def add_template_segment(part: str, mark: bool) -> None:
-            part = part.replace(APART, "")
-            if part:
-                pieces.append(TemplateSegment(part, opened, mark))
+            map_strings({key: value for key, value in message.items() if key != "role"}, note)
+        return names
 
-        cuts: dict[int, re.Match[str] | None] = dict.fromkeys(edges)
-        cuts.update(
-            {result.start(): result for result in re.finditer(f"[{OPENS}{CLOSES}]|{self._marks.pattern}", text)}
-        )
-        for place in sorted(cuts):
-            result = cuts[place]
-            add_template_segment(text[begin:place], False)
-            begin = place
-            if place in edges:
-                opened = any(first <= place < last for first, last in answers)
-            if result is not None:
-                begin = result.end()
-                if result[0] in (OPENS, CLOSES):
-                    opened = result[0] == OPENS
-                else:
-                    add_template_segment(result[0], True)
-        add_template_segment(text[begin:], False)
+    def _split(self, text: str, answers: Sequence[tuple[int, int]], forged: Collection[int]) -> list[TemplateSegment]:
+        """Split a text into segments at token names and at the edges of answers. forged: where names are ordinary text."""
+        marks = {match.start(): match.end() for match in self._marks.finditer(text) if match.start() not in forged}
+        inside = {place for start, end in marks.items() for place in range(start + 1, end)}
+        edges = {edge for span in answers for edge in span} - inside
+        cuts = sorted({0, len(text), *marks, *marks.values(), *edges})
+        spans, pieces = sorted(answers, reverse=True), list[TemplateSegment]()
+        for first, last in zip(cuts, cuts[1:]):
+            while spans and spans[-1][1] <= first:
+                spans.pop()
+            pieces.append(TemplateSegment(text[first:last], bool(spans) and spans[-1][0] < last, first in marks))
         return pieces
 
 
-def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a JSON value with `change` applied to every string in it, but not to keys."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _map_strings(part, change) for key, part in value.items()}
-    return [_map_strings(part, change) for part in value] if isinstance(value, list) else value
+def _pattern_of(marks: Collection[str]) -> re.Pattern[str]:
+    """Return the expression that matches any of these names, the longest first."""
+    return re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)) or "(?!)")
 
 
-def _tojson_filter(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _break_up(match: re.Match[str]) -> str:
+    """Return a mark's name with APART inside."""
+    return match[0][0] + APART + match[0][1:]
 
 
-def _raise_template_error(message: str) -> None:
-    raise TemplateError(message)
+def _without_tags(text: str) -> str:
+    """Return a text without the characters that {% generation %} leaves."""
+    return text.replace(OPENS, "").replace(CLOSES, "")
 
 
-class _GenerationTag(Extension):
-    """{% generation %}: what is written inside stands between OPENS and CLOSES."""
+def _spans_of_tags(text: str) -> list[tuple[int, int]]:
+    """Return [start, end) of what stands in {% generation %}, in the text without the characters that say so."""
+    spans: list[tuple[int, int]] = []
+    start = length = 0
+    for part in re.split(f"([{OPENS}{CLOSES}])", text):
+        if part == OPENS:
+            start = length
+        elif part == CLOSES:
+            spans.append((start, length))
+        else:
+            length += len(part)
+    return spans
 
-    tags = {"generation"}
 
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Parse a generation block into a call of `_marked`, which puts `OPENS` and `CLOSES` around its text."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+def _text_or_error(text: str | RenderError) -> str:
+    """Return a rendered text; `DataError` if there is none."""
+    if isinstance(text, RenderError):
+        raise DataError(f"the chat template does not take the conversation: {text}")
+    return text
 
-    def _marked(self, caller: Macro) -> str:
-        return OPENS + caller() + CLOSES
+
+def _refuse_reserved(text: str) -> str:
+    """Return the text; `DataError` if it holds a reserved character."""
+    if RESERVED.search(text):
+        raise DataError("a message holds one of the characters U+FDD0 to U+FDD4, which are not text")
+    return text

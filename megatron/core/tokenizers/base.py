@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +25,8 @@ class Tokenizer(Protocol):
     produce. special_ids: ids with a meaning of their own, except padding. chat_template: Jinja template of a
     conversation, or None. engine: a sentence on the library that encodes, and why it was chosen. replaces_each_byte:
     of bytes that are no character each is U+FFFD, and not only the first of a run that begins one. cleans_up_spaces:
-    texts of ids lose spaces before punctuation.
+    texts of ids lose spaces before punctuation. names_found_in_text: names of tokens that `tokenize_with_special_spans`
+    finds; empty if the kind has no such method.
     """
 
     vocab_size: int
@@ -42,6 +43,7 @@ class Tokenizer(Protocol):
     chat_template: str | None = None
     replaces_each_byte: bool = False
     cleans_up_spaces: bool = False
+    names_found_in_text: Collection[str] = frozenset()
     _tokens: Sequence[str] | Mapping[int, str] = ()
 
     @property
@@ -65,6 +67,14 @@ class Tokenizer(Protocol):
         Nothing is added around the text. Raises `ValueError` as `tokenize` does.
         """
         return tokenize_around_special(text, self.special, self.tokenize)
+
+    def tokenize_with_special_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Return, for each text, the ids of `tokenize_with_special` and the range [start, end) of characters of each."""
+        raise NotImplementedError
+
+    def tokenize_characters(self, text: str) -> list[int]:
+        """Return the ids of a text in which no name of a token that was added to the vocabulary is that token."""
+        raise NotImplementedError
 
     def encode_texts_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts concatenated [t], in an integer type that fits every id, and the number of ids of

@@ -84,6 +84,7 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         self.special = added
         self.added_tokens = self._tokenizer.get_added_tokens_decoder()
+        self.names_found_in_text = frozenset(token.content for token in self.added_tokens.values())
         decoders = _decoder_kinds(json.loads(self._text), path)
         self._is_byte_level, self.replaces_each_byte = decoders == ["ByteLevel"], "ByteFallback" in decoders
         self.special_ids = tuple(sorted(({*added.values(), *named.values(), *extra} - {None, self.pad}) | {self.eod}))
@@ -150,6 +151,22 @@ class HuggingFaceTokenizer(Tokenizer):
         """Return the ids of a text, in which names of special tokens become those tokens; nothing is added around it."""
         text.encode()
         return self._special_aware_tokenizer.encode(text, add_special_tokens=False).ids
+
+    def tokenize_with_special_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Return, for each text, the ids of `tokenize_with_special` and the range of characters of each."""
+        for text in texts:
+            text.encode()
+        encodings = self._special_aware_tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
+    def tokenize_characters(self, text: str) -> list[int]:
+        """Return the ids of a text in which no name of an added token is that token."""
+        text.encode()
+        bare = self._tokenizer
+        if bare.normalizer is not None:
+            text = bare.normalizer.normalize_str(text)
+        words = [(text, None)] if bare.pre_tokenizer is None else bare.pre_tokenizer.pre_tokenize_str(text)
+        return [token.id for word, _ in words for token in bare.model.tokenize(word)]
 
     def encode_texts_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts, int32 [tokens], and how many each text has, int64 [texts]."""
