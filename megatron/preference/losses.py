@@ -28,6 +28,15 @@ from torch import Tensor
 
 from megatron.preference.settings import PreferenceConfig
 
+_ROUNDED_DIGITS = 16.0  # units of the last place that two ways to sum the same log-probabilities may differ by
+
+
+def share_of_right_order(difference: Tensor, rounding: Tensor | float = 0.0) -> Tensor:
+    """Return 1 where a difference is positive, 0 where it is negative, and one half for a tie: where it is 0, or no more
+    than rounding. difference, rounding: [pairs].
+    """
+    return torch.where(difference.abs() <= rounding, 0.5, (difference > 0).to(difference.dtype))
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerLogprobs:
@@ -48,6 +57,22 @@ class AnswerLogprobs:
     def mean_logprob(self) -> Tensor:
         """The mean log-probability of a token, [pairs]."""
         return self.logprob / self.tokens.clamp(min=1.0)
+
+    def reward(self, config: PreferenceConfig) -> Tensor:
+        """Return beta times what the loss compares of an answer, without gradient, [pairs]: the sum over its tokens, or of
+        ipo, simpo and orpo their mean. Else accuracy would go by length where the loss does not.
+        """
+        return config.preference_beta * self._sum_or_mean(self.log_ratio.detach(), config)
+
+    def reward_rounding(self, config: PreferenceConfig) -> Tensor:
+        """Return what rounding may make of a reward that is 0, as when policy and reference are one network, [pairs]."""
+        sizes = self.logprob.detach().abs() + self.reference.abs()
+        return (
+            _ROUNDED_DIGITS * torch.finfo(sizes.dtype).eps * config.preference_beta * self._sum_or_mean(sizes, config)
+        )
+
+    def _sum_or_mean(self, sums: Tensor, config: PreferenceConfig) -> Tensor:
+        return sums / self.tokens.clamp(min=1.0) if config.compares_means else sums
 
 
 def kto_loss(answers: AnswerLogprobs, desirable: Tensor, divergence: Tensor, config: PreferenceConfig) -> Tensor:

@@ -15,6 +15,7 @@ from megatron.core.config.settings.run import RunConfig
 Task = Literal["sft", "dpo", "kto", "reward"]
 PreferenceLoss = Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "simpo", "orpo"]
 WITHOUT_REFERENCE = ("simpo", "orpo")
+OF_MEANS = ("ipo", "simpo", "orpo")  # losses that compare means over tokens
 _ALL = ("sft", "dpo", "kto", "reward")
 _DURATION = ("train_iters", "train_samples")
 # Flag -> tasks that read it; the others are read by all.
@@ -94,6 +95,11 @@ class PreferenceConfig:
         return (
             self.finetune_task == "kto" or self.finetune_task == "dpo" and self.preference_loss not in WITHOUT_REFERENCE
         )
+
+    @property
+    def compares_means(self) -> bool:
+        """Whether the loss compares means over the tokens of answers, and not sums."""
+        return self.finetune_task == "dpo" and self.preference_loss in OF_MEANS
 
     @property
     def num_scoring_passes(self) -> int:

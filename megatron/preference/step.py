@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.pipeline_parallel.executor import run_rank_script as execute
-from megatron.preference.losses import PAIR_LOSSES, AnswerLogprobs, kto_loss, reward_loss
+from megatron.preference.losses import PAIR_LOSSES, AnswerLogprobs, kto_loss, reward_loss, share_of_right_order
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.data.batch import Batch, Loss, LossFunction
 from megatron.training.evaluate import evaluation_mode
@@ -115,11 +115,11 @@ def pair_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch,
     losses = PAIR_LOSSES[config.preference_loss](chosen, rejected, config)
     if config.preference_sft_weight:
         losses = losses - config.preference_sft_weight * chosen.mean_logprob
-    rewards = [config.preference_beta * one.log_ratio for one in (chosen, rejected)]
-    margin = rewards[0] - rewards[1]
+    rewards = [one.reward(config) for one in (chosen, rejected)]
+    margin, rounding = rewards[0] - rewards[1], sum(one.reward_rounding(config) for one in (chosen, rejected))
     figures = {
         "preference loss": losses,
-        "preference accuracy": margin > 0,
+        "preference accuracy": share_of_right_order(margin, rounding),
         "reward margin": margin,
         "chosen reward": rewards[0],
         "rejected reward": rewards[1],
@@ -138,10 +138,12 @@ def kto_step_loss(config: PreferenceConfig, token_losses: Tensor, batch: Batch, 
         answers.sum_extra_per_answer("desirable"),
     )
     losses = kto_loss(scores, desirable, batch.extras["divergence"].to(scores.logprob.dtype), config)
-    above = scores.log_ratio.detach() > batch.extras["divergence"].to(scores.log_ratio.dtype)
-    figures = {"preference loss": losses, "preference accuracy": above == (desirable > 0)}
-    total, count, report = answers.sum_per_row_losses_and_figures(losses, figures)
-    reward = config.preference_beta * scores.log_ratio.detach()
+    reward = scores.reward(config)
+    above = reward - config.preference_beta * batch.extras["divergence"].to(reward.dtype)
+    right = share_of_right_order(torch.where(desirable > 0, above, -above), scores.reward_rounding(config))
+    total, count, report = answers.sum_per_row_losses_and_figures(
+        losses, {"preference loss": losses, "preference accuracy": right}
+    )
     for name, which in (("chosen reward", desirable > 0), ("rejected reward", desirable <= 0)):
         report[name] = torch.stack((reward[which].sum(), which.sum().to(reward.dtype)))
     report["divergence"] = torch.stack((batch.extras["divergence"].to(count.dtype) * count, count))
@@ -155,7 +157,7 @@ def reward_step_loss(config: PreferenceConfig, values: Tensor, batch: Batch, con
     losses = reward_loss(chosen, rejected, margin, config.reward_centre)
     figures = {
         "preference loss": losses,
-        "preference accuracy": chosen > rejected,
+        "preference accuracy": share_of_right_order(chosen - rejected),
         "reward margin": chosen - rejected,
         "chosen reward": chosen,
         "rejected reward": rejected,

@@ -85,7 +85,7 @@ def test_a_step_is_that_of_the_formulas(loss: str) -> None:
     stage, beta, smoothing = trainer.stages[0], 0.3, options.get("preference_label_smoothing", 0.0)
     pairs = [random_pairs(40)[place] for index in places_of(8) for place in index]
     reference = data._reference.stages[0] if data._reference is not None else None
-    losses = []
+    losses, rewards = [], []
     with evaluation_mode(trainer):
         for pair in pairs:
             c, r = (answer_logprob(stage, one) for one in (pair.chosen, pair.rejected))
@@ -109,6 +109,10 @@ def test_a_step_is_that_of_the_formulas(loss: str) -> None:
                 "sft": lambda: -sigmoid(delta).log() - 0.5 * c / nc,
             }
             losses.append(values[loss]())
+            means = loss in ("ipo", "simpo", "orpo")
+            rewards.append(
+                [beta * one.item() for one in (((c - rc) / nc, (r - rr) / nr) if means else (c - rc, r - rr))]
+            )
         expected = torch.stack(losses).mean()
         weights = [param for param in stage.parameters() if param.requires_grad]
         gradients = torch.autograd.grad(expected, weights)
@@ -117,6 +121,14 @@ def test_a_step_is_that_of_the_formulas(loss: str) -> None:
     total, count = step.losses["preference loss"].tolist()
     assert count == len(pairs) and total / count == pytest.approx(float(expected), rel=1e-10)
     assert float(step.grad_norm) == pytest.approx(norm, rel=1e-9)
+    logged = {name: float(pair[0] / pair[1]) for name, pair in step.losses.items()}
+    for name, values_of_pairs in (
+        ("chosen reward", [c for c, _ in rewards]),
+        ("rejected reward", [r for _, r in rewards]),
+        ("reward margin", [c - r for c, r in rewards]),
+        ("preference accuracy", [float(c > r) for c, r in rewards]),
+    ):
+        assert logged[name] == pytest.approx(sum(values_of_pairs) / len(pairs), abs=1e-10), name
 
 
 def _logit(p: Tensor) -> Tensor:
@@ -165,6 +177,7 @@ def test_under_adapters_the_base_is_the_reference() -> None:
     """B starts as zero, so policy and base agree: all margins are 0 in the first step, and not in the second."""
     figures, _, _ = train_pairs_here({}, LORA, 2)
     assert figures[0]["reward margin"] == pytest.approx(0, abs=1e-12)
+    assert figures[0]["preference accuracy"] == 0.5, "a tie is one half, whatever rounding makes of it"
     assert (
         figures[0]["preference loss"] == pytest.approx(math.log(2), rel=1e-12)
         and abs(figures[1]["reward margin"]) > 1e-6

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron.core.datasets.samplers import collate
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.dataset import PreferenceDataset, PreferenceRowSource
 from megatron.preference.rows import PreferenceRowParser, parse_preference_rows
@@ -51,7 +52,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 DEFAULT = ("sigmoid", "kto")
 
 
-class Words:
+class Words(Tokenizer):
     """A tokenizer of numbers, for our reader."""
 
     eod = WORDS
@@ -59,6 +60,10 @@ class Words:
     def tokenize(self, text: str) -> list[int]:
         """Ids."""
         return [int(word) for word in text.split()]
+
+    def id_to_token(self, token: int) -> str:
+        """Its number."""
+        return str(token)
 
 
 def theirs() -> Any:
@@ -150,6 +155,7 @@ def their_trainer(kind: str, settings: dict[str, Any], given: list[dict[str, Any
         use_cpu=True,
         bf16=False,
         report_to=[],
+        logging_steps=1,
         save_strategy="no",
         gradient_checkpointing=False,
         **({} if kind == "Reward" else {"beta": 0.3}),
@@ -166,6 +172,22 @@ def their_trainer(kind: str, settings: dict[str, Any], given: list[dict[str, Any
         forward = made.concatenated_forward
         made.concatenated_forward = lambda *words: (*(parts := forward(*words))[:4], -parts[0].mean())
     return made
+
+
+# Our name -> TRL's, of pairs and judged answers, and of reward models.
+LOGGED = {"chosen reward": "rewards/chosen", "rejected reward": "rewards/rejected"}
+LOGGED_OF_PAIRS = {**LOGGED, "reward margin": "rewards/margins", "preference accuracy": "rewards/accuracies"}
+LOGGED_OF_SCORES = {"reward margin": "margin", "preference accuracy": "accuracy"}
+
+
+def compare_logs(case: str, steps: list[Any], theirs: list[dict[str, Any]]) -> None:
+    """What both log of rewards. Of ipo TRL 1 logs sums, and we the means that its loss compares, as TRL 0 did."""
+    names = {"kto": LOGGED, "reward": LOGGED_OF_SCORES, "ipo": {}}.get(case, LOGGED_OF_PAIRS)
+    for step, line in zip(steps, [line for line in theirs if "loss" in line], strict=True):
+        for ours, name in names.items():
+            total, count = step.losses[ours].tolist()
+            # Where policy and reference agree TRL counts what rounding says, and we one half.
+            assert total / count == pytest.approx(float(line[name]), abs=2e-5), (ours, total / count, line)
 
 
 @pytest.mark.parametrize(
@@ -189,12 +211,14 @@ def test_two_steps_give_trls_weights(case: str, tmp_path: Path) -> None:
         networks["ref_model"] = their_network(before, task)
     given = rows(8, task)
     start = {name: value.clone() for name, value in by_their_names(trainer).items()}
-    their_trainer(kind, {"output_dir": str(tmp_path), **settings}, given, **networks).train()
+    their = their_trainer(kind, {"output_dir": str(tmp_path), **settings}, given, **networks)
+    their.train()
     asked = dataclasses.replace(trainer, stages=before.stages, parallels=[], hooks=[], scripts={})
     data = ReferenceScoredBatches(trainer, our_batches(given, task), asked, config)  # type: ignore[arg-type]
     steps = [train_step(trainer, data) for _ in range(2)]
     if task == "kto":
         assert max(float(step.losses["divergence"][0]) for step in steps) > 0, "z says nothing here"
+    compare_logs(case, steps, their.state.log_history)
     result, expected = by_their_names(trainer), networks["model"].state_dict()
     assert max(float((value - start[name]).abs().max()) for name, value in result.items()) > 1e-3, "nothing was learnt"
     for name, value in result.items():

@@ -51,8 +51,12 @@ def test_simpo_is_trls(smoothing: float) -> None:
     settings = SimpleNamespace(
         alpha=0.0, beta=BETA, simpo_gamma=GAMMA, label_smoothing=smoothing, loss_type="simpo", accelerator=HERE
     )
-    theirs, _, _ = CPOTrainer.cpo_loss(settings, *means)  # type: ignore[arg-type]
-    config = PreferenceConfig(preference_beta=BETA, preference_label_smoothing=smoothing, preference_margin=GAMMA)
+    theirs, *rewards = CPOTrainer.cpo_loss(settings, *means)  # type: ignore[arg-type]
+    config = PreferenceConfig(
+        preference_loss="simpo", preference_beta=BETA, preference_label_smoothing=smoothing, preference_margin=GAMMA
+    )
+    for answer, reward in zip((chosen, rejected), rewards, strict=True):
+        torch.testing.assert_close(scores(answer).reward(config), reward, rtol=1e-6, atol=1e-6, check_dtype=False)
     ours = PAIR_LOSSES["simpo"](scores(chosen), scores(rejected), config)
     assert_same(ours, theirs, chosen[0], rejected[0])
 
@@ -63,8 +67,11 @@ def test_orpo_is_trls_beside_the_cross_entropy_of_the_answer() -> None:
 
     chosen, rejected = tokens_of(3), tokens_of(4)
     means = [(logprobs * mask).sum(1) / mask.sum(1) for logprobs, mask in (chosen, rejected)]
-    weighed, *_ = ORPOTrainer.odds_ratio_loss(SimpleNamespace(beta=BETA, accelerator=HERE), *means)  # type: ignore[arg-type]
-    ours = PAIR_LOSSES["orpo"](scores(chosen), scores(rejected), PreferenceConfig(preference_beta=BETA))
+    weighed, *rewards, _, _ = ORPOTrainer.odds_ratio_loss(SimpleNamespace(beta=BETA, accelerator=HERE), *means)  # type: ignore[arg-type]
+    config = PreferenceConfig(preference_loss="orpo", preference_beta=BETA)
+    for answer, reward in zip((chosen, rejected), rewards, strict=True):
+        torch.testing.assert_close(scores(answer).reward(config), reward, rtol=1e-6, atol=1e-6, check_dtype=False)
+    ours = PAIR_LOSSES["orpo"](scores(chosen), scores(rejected), config)
     assert_same(ours, -means[0] - weighed, chosen[0], rejected[0])
 
 
