@@ -1,7 +1,8 @@
 """Model FLOPs and memory of a network, from its config.
 
 Model FLOPs are those of the mathematics of one training step, without recomputation: a matrix element costs 2 per token in the
-forward pass and 4 in the backward pass. Two ways to count attention scores are in use, and every number states its own:
+forward pass and 4 in the backward pass, less where parameters are frozen (`gradient_flow.py`). Two ways to count attention
+scores are in use, and every number states its own, here with nothing frozen:
 
     square   each query sees all s keys                        12 * s * (query width) a token and layer
     causal   each query sees half of them on average             6 * s * (query width), or less where a window hides keys
@@ -29,6 +30,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.vision import vision_encoder_config
 from megatron.core.models.describe import RankParameterCounts, WeightShardCounts, count_rank_parameters
+from megatron.core.models.gradient_flow import gradient_flow
 
 AttentionCount = Literal["causal", "square"]
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -42,11 +44,12 @@ STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2 + 4 / 128, "fp8": 1 + 4 / 128}
 class RankMemory:
     """Bytes of a rank: weights and optimizer state, activations at a step's peak, temporaries of the update.
 
-    parameters: their number. update: fp32 copies of half-precision gradients, allocated after the activations are
-    freed.
+    parameters: their number; trained: of those that the run trains. update: fp32 copies of half-precision gradients,
+    allocated after the activations are freed.
     """
 
     parameters: int
+    trained: int
     weights_and_optimizer: float
     activations: float
     update: float = 0.0
@@ -59,17 +62,14 @@ class RankMemory:
 
 def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount = "causal") -> float:
     """Return the forward and backward FLOPs of one token in a sequence of `seq_length` tokens. count: see the module."""
-    h, depths = model.hidden_size, model.mtp.mtp_num_layers or 0
-    v = 1 if model.reward_head else model.padded_vocab_size
-    transform = h * h if model.architecture == "bert" else 0
-    plans = _layer_plans_with_mtp(model)
-    kinds = {(plan.mixer, plan.parallel_mixer, plan.mlp): plan for plan in plans}  # few, of layers that are many
-    elements = {kind: active_matrix_params(model, plan) for kind, plan in kinds.items()}
+    flow, plans = gradient_flow(model), _layer_plans_with_mtp(model)
     layers = sum(
-        6 * elements[plan.mixer, plan.parallel_mixer, plan.mlp] + _mixer_flops_beyond_matrices(model, plan, keys)
-        for plan, keys in zip(plans, _mean_visible_keys_by_layer(model, seq_length, count), strict=True)
+        one.matrices + one.passes * _mixer_forward_flops(model, plan, keys)
+        for one, plan, keys in zip(
+            flow.layers, plans, _mean_visible_keys_by_layer(model, seq_length, count), strict=True
+        )
     )
-    return layers + 6 * (transform + h * v) + depths * 6 * (2 * h * h + h * v)
+    return layers + flow.head + flow.ahead
 
 
 def flops_per_sample(
@@ -83,35 +83,26 @@ def flops_per_sample(
     if model.architecture != "t5":
         return seq_length * flops_per_token(model, seq_length, count) + flops_per_image(model) * model.has_vision
     assert decoder_length is not None, "a decoder has a length of its own"
-    h, q, k = model.hidden_size, model.query_projection_width, model.key_projection_width
-    s, t = seq_length, decoder_length
-    elements = active_matrix_params(model, replace(network_layer_plans(model)[0], has_cross_attention=False))
-    encoder = s * (6 * elements + 12 * s * q)
-    decoder = t * (6 * elements + 12 * t * q * (0.5 if count == "causal" else 1.0))
-    cross = 6 * (t * 2 * h * q + s * 2 * h * k) + 12 * t * s * q
-    return (
-        model.encoder_num_layers * encoder
-        + model.decoder_num_layers * (decoder + cross)
-        + t * 6 * h * model.padded_vocab_size
-    )
+    s, t, q, total = seq_length, decoder_length, model.query_projection_width, 0.0
+    flow = gradient_flow(model)
+    for one, plan in zip(flow.layers, network_layer_plans(model), strict=True):
+        if not plan.has_cross_attention:
+            total += s * (one.matrices + one.passes * 4 * s * q)
+            continue
+        scores = one.passes * 4 * t * q * (0.5 if count == "causal" else 1.0) + one.cross_passes * 4 * s * q
+        total += t * (one.matrices + scores) + s * one.memory_matrices
+    return total + t * flow.head
 
 
 def flops_per_image(model: ModelConfig) -> float:
-    """Return the FLOPs of encoding and projecting an image, 0 without vision; forward only of a frozen encoder."""
+    """Return the FLOPs of encoding and projecting an image, 0 without vision."""
     if model.architecture != "vit" and not model.has_vision:
         return 0.0
-    vision, encoder = model.vision, vision_encoder_config(model)
-    tokens, hidden = vision.num_encoder_tokens, encoder.hidden_size
-    patches = 6 * vision.patch_grid[0] * vision.patch_grid[1] * vision.num_channels * vision.patch_dim**2 * hidden
-    elements = active_matrix_params(encoder, network_layer_plans(encoder)[0])
-    layers = encoder.num_layers * tokens * (6 * elements + 12 * tokens * encoder.query_projection_width)
-    if model.architecture == "vit":
-        return patches + layers + 6 * hidden * vision.num_classes
-    width = vision.vision_projection_hidden_size or model.hidden_size
-    inputs = hidden * (vision.pixel_shuffle_factor**2 if vision.pixel_shuffle else 1)
-    affine = vision.vision_projection_type == "affine"
-    elements = inputs * model.hidden_size if affine else width * (inputs + model.hidden_size)
-    return (patches + layers) / (3 if vision.freeze_ViT else 1) + 6 * vision.num_image_embeddings * elements
+    vision, encoder, flow = model.vision, vision_encoder_config(model), gradient_flow(model)
+    tokens, patches = vision.num_encoder_tokens, vision.patch_grid[0] * vision.patch_grid[1]
+    layers = sum(one.matrices + one.passes * 4 * tokens * encoder.query_projection_width for one in flow.encoder)
+    rest = flow.head if model.architecture == "vit" else vision.num_image_embeddings * flow.projector
+    return patches * flow.patches + tokens * layers + rest
 
 
 def frozen_weight_bytes(config: RunConfig, frozen: RankParameterCounts) -> float:
@@ -161,6 +152,7 @@ def update_temporaries_per_parameter(config: RunConfig, data_parallel_size: int 
     """
     if (
         config.parallel.use_torch_fsdp2
+        and data_parallel_size > 1
         or BYTES[config.precision.gradient_dtype_name] >= 4
         or config.precision.use_precision_aware_optimizer
     ):
@@ -203,6 +195,7 @@ def estimate_memory_by_pipeline_rank(
         stages_memory.append(
             RankMemory(
                 held.total,
+                trained.total,
                 state - offloaded,
                 _peak_activation_bytes(config, local_stages, position, num_microbatches),
                 update,
@@ -399,20 +392,20 @@ def active_matrix_params(model: ModelConfig, plan: LayerPlan) -> int:
     return elements + (model.hidden_size * (moe.num_experts_or_zero + moe.moe_shared_expert_gate) if routed else 0)
 
 
-def _mixer_flops_beyond_matrices(model: ModelConfig, plan: LayerPlan, keys: float) -> float:
-    """Return the forward and backward FLOPs per token of a layer's mixers, without their weight matrices: attention
+def _mixer_forward_flops(model: ModelConfig, plan: LayerPlan, keys: float) -> float:
+    """Return the FLOPs per token of the forward pass of a layer's mixers, without their weight matrices: attention
     scores, scans and convolutions. keys: how many a query sees on average.
 
-    Forward, a scan costs 7 per element of the state, and a convolution 2 per tap and channel.
+    A scan costs 7 per element of the state, and a convolution 2 per tap and channel.
     """
     flops = 0.0
     for mixer in plan.mixer_kinds:
         if mixer in ("attention", "mla"):
-            flops += 6 * sum(_query_and_value_widths(model)) * keys
+            flops += 2 * sum(_query_and_value_widths(model)) * keys
         else:
             widths, state = _conv_channels_and_state_size(model, mixer)
             taps = 4 if mixer == "mamba" else model.hybrid.linear_conv_kernel_dim
-            flops += 3 * (2 * taps * widths + 7 * state)
+            flops += 2 * taps * widths + 7 * state
     return flops
 
 

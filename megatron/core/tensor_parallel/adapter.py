@@ -116,12 +116,12 @@ class _AddLoRAOutput(Function):
         """gradient: [.., out], which is that of base as it is."""
         low, *seconds = context.saved_tensors
         rows, flat = gradient.reshape(-1, gradient.shape[-1]), low.reshape(-1, low.shape[-1])
-        parts, gradients, at = [], [], 0
-        for (first, scale), second in zip(context.places, seconds, strict=True):
+        parts, gradients, at = [], list[Tensor | None](), 0
+        for (first, scale), second, trained in zip(context.places, seconds, context.needs_input_grad[3:], strict=True):
             size, rank = second.shape
             own = rows[:, first : first + size]
             parts.append(own.mm(second).mul_(scale))
-            gradients.append(own.t().mm(flat[:, at : at + rank]).mul_(scale))
+            gradients.append(own.t().mm(flat[:, at : at + rank]).mul_(scale) if trained else None)
             at += rank
         return gradient, torch.cat(parts, dim=1).view(low.shape), None, *gradients
 

@@ -382,8 +382,10 @@ def test_an_image_costs_the_products_of_its_encoder_and_projector() -> None:
     text = tiny.config().model
     patches, tokens, hidden = 4, 5, 8
     layer = 4 * hidden * hidden + 2 * hidden * 12
-    encoder = 6 * patches * 48 * hidden + 2 * tokens * (6 * layer + 12 * tokens * hidden)
-    projector = 6 * patches * (hidden * 10 + 10 * model.hidden_size)
-    assert flops.flops_per_sample(model, 16) - flops.flops_per_sample(text, 16) == encoder + projector
+    filters, layers = 2 * patches * 48 * hidden, 2 * tokens * (2 * layer + 4 * tokens * hidden)
+    first, second = (2 * patches * size for size in (hidden * 10, 10 * model.hidden_size))
+    trained = 2 * filters + 3 * (layers + first + second)  # pixels have no gradient
+    assert flops.flops_per_sample(model, 16) - flops.flops_per_sample(text, 16) == trained
     frozen = tiny.config(vision_model_type="clip", disable_vision_class_token=True, freeze_ViT=True, **sizes).model
-    assert flops.flops_per_sample(frozen, 16) - flops.flops_per_sample(text, 16) == encoder / 3 + projector
+    half = filters + layers + 2 * first + 3 * second
+    assert flops.flops_per_sample(frozen, 16) - flops.flops_per_sample(text, 16) == half
