@@ -13,6 +13,7 @@ import array
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any
@@ -44,6 +45,14 @@ _VERSION = 2  # of how ids are made of the same file, tokenizer and template
 SHAPES = {"ids": ((None,), np.int32), "starts": ((None,), np.int64), "lines": ((None,), np.int64)}
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedRow:
+    """The segments of a row, and of its prompt alone if what is learnt is what differs from that."""
+
+    segments: list[TemplateSegment]
+    prompt: list[TemplateSegment] | None = None
 
 
 class ConversationEncoder:
@@ -94,11 +103,27 @@ class ConversationEncoder:
         """
         return self._segments.encode(conversations)
 
-    def render_row(self, row: ConversationRow | TextRow) -> list[TemplateSegment]:
+    def render_row(self, row: ConversationRow | TextRow) -> RenderedRow:
         """Return the segments of a row. `DataError` from the template."""
         if isinstance(row, TextRow):
-            return self._text_segments(row)
-        return self.template.render_segments(row.messages, row.tools, row.variables, prompt=row.prompt)
+            return RenderedRow(self._text_segments(row.prompt, row.completion), self._text_segments(row.prompt))
+        given = row.tools, row.variables
+        if row.prompt is None:
+            return RenderedRow(self.template.render_segments(row.messages, *given))
+        return RenderedRow(
+            self.template.render_unlearnt(row.messages, *given),
+            self.template.render_with_generation_prompt(row.messages[: row.prompt], *given),
+        )
+
+    def encode_rows(self, rows: Sequence[RenderedRow]) -> list[np.ndarray]:
+        """Return the ids of each row, int32 [t], ~id where not learnt. `ValueError` as in `encode_conversations`.
+
+        Behind a prompt is learnt what follows the ids that the row and the prompt alone begin with.
+        """
+        prompts = [row.prompt for row in rows if row.prompt is not None]
+        encoded = self.encode_conversations([*(row.segments for row in rows), *prompts])
+        starts = iter(encoded[len(rows) :])
+        return [ids if row.prompt is None else _learn_behind(ids, next(starts)) for row, ids in zip(rows, encoded)]
 
     def encode_prompt(
         self,
@@ -130,14 +155,21 @@ class ConversationEncoder:
             return (self.marks[marks[-1]],), ()
         return (), (end.strip(),) if end.strip() else ()
 
-    def _text_segments(self, row: TextRow) -> list[TemplateSegment]:
-        """Return the segments of a prompt and its completion, with what the tokenizer puts before a text, and its end behind."""
-        completion = row.completion if row.completion.endswith(self._eos) else row.completion + self._eos
+    def _text_segments(self, prompt: str, completion: str | None = None) -> list[TemplateSegment]:
+        """Return the segments of a prompt, and a completion with its end, with what the tokenizer puts before a text."""
         before = self.tokenizer.tokenize("")[: self._segments.frame[0]]
         start = {self.tokenizer.id_to_token(token): token for token in before}
         self.marks.update(start)
-        opening = [] if row.prompt.startswith(tuple(start)) else [TemplateSegment(name, False, True) for name in start]
-        return [*opening, *self.template.split_text(row.prompt + completion, len(row.prompt))]
+        opening = [] if prompt.startswith(tuple(start)) else [TemplateSegment(name, False, True) for name in start]
+        end = "" if completion is None or completion.endswith(self._eos) else self._eos
+        return [*opening, *self.template.split_text(prompt + (completion or "") + end)]
+
+
+def _learn_behind(ids: np.ndarray, prompt: np.ndarray) -> np.ndarray:
+    """Return ids, int32 [t], of which those are learnt that follow what they and the prompt's ids begin with."""
+    size = min(len(ids), len(prompt))
+    shared = int(np.argmin(np.append(ids[:size] == prompt[:size], False)))
+    return np.concatenate([ids[:shared], ~ids[shared:]])
 
 
 def _tokens_of_template(tokenizer: Tokenizer, template: str) -> dict[str, int]:
@@ -197,7 +229,7 @@ def _tokenize_conversation_file(path: str, encoder: ConversationEncoder) -> Arra
     with open(path, "rb") as file:
         numbered = enumerate(file, 1)
         while rows := list(islice(numbered, AT_ONCE)):
-            result: list[list[list[TemplateSegment]]] = []
+            result: list[list[RenderedRow]] = []
             for number, line in rows:
                 try:
                     result.append([encoder.render_row(row) for row in parser.parse_line(line)])
@@ -233,11 +265,11 @@ def list_first_problems(problems: Sequence[str]) -> str:
 
 
 def _encode_conversation_lines(
-    encoder: ConversationEncoder, lines: Sequence[Sequence[Sequence[TemplateSegment]]]
+    encoder: ConversationEncoder, lines: Sequence[Sequence[RenderedRow]]
 ) -> list[list[np.ndarray] | str]:
     """Return the id sequences of each line, or instead a text saying what is wrong with it."""
     try:
-        ids = iter(encoder.encode_conversations(list(chain.from_iterable(lines))))
+        ids = iter(encoder.encode_rows(list(chain.from_iterable(lines))))
     except ValueError as error:
         if len(lines) == 1:  # half of a surrogate pair, say
             return [f"text that the tokenizer does not take: {error}"]

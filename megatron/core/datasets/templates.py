@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -143,23 +143,15 @@ class ChatTemplate:
         return _without_tags(self._render_first(messages, add_generation_prompt, tools, _NOTHING)[1])
 
     def render_segments(
-        self,
-        messages: Sequence[Message],
-        tools: Any = None,
-        variables: Mapping[str, Any] = _NOTHING,
-        *,
-        prompt: int | None = None,
+        self, messages: Sequence[Message], tools: Any = None, variables: Mapping[str, Any] = _NOTHING
     ) -> list[TemplateSegment]:
-        """Render a conversation to segments: token names (marks), what is learnt, the rest. `DataError` if it is rejected.
+        """Render a conversation to segments: token names (marks), answers, the rest. `DataError` if it is rejected.
 
-        variables: other variables of the template. prompt: number of messages before what is learnt; None: every answer is.
+        variables: other variables of the template.
         """
         prepared, whole = self._render_first(messages, False, tools, variables)
         text = _without_tags(whole)
-        if prompt is not None:
-            start = _text_or_error(self._render_prepared([(prepared[:prompt], True)], tools, variables)[0])
-            spans = [(common_length(text, _without_tags(start)), len(text))]
-        elif self._marks_answers:
+        if self._marks_answers:
             spans = _spans_of_tags(whole)
         else:
             spans = self._find_answers(prepared, text, tools, variables)
@@ -173,25 +165,35 @@ class ChatTemplate:
         *,
         continues: bool = False,
     ) -> list[TemplateSegment]:
-        """Render a conversation up to where the next answer begins; continues: up to where the last one, which is the last
-        message, goes on. Nothing is learnt. `DataError` as in `render_segments`.
+        """Render a conversation up to where the next answer begins; continues: up to where the last message, an answer, goes
+        on. Nothing is learnt. `DataError` as in `render_segments`.
         """
-        invites = not continues
+        prepared, pieces = self._render_unlearnt(messages, not continues, tools, variables)
+        if not continues:
+            return pieces
+        behind = self._finder(tools, variables).text_behind_last(prepared)
+        if behind is None or prepared[-1]["role"] != "assistant":
+            raise DataError(
+                "the last message is no answer whose end the chat template tells, so it cannot be continued"
+            )
+        return _cut_end(pieces, len(behind))
+
+    def render_unlearnt(
+        self, messages: Sequence[Message], tools: Any = None, variables: Mapping[str, Any] = _NOTHING
+    ) -> list[TemplateSegment]:
+        """Render a whole conversation of which nothing is learnt. `DataError` as in `render_segments`."""
+        return self._render_unlearnt(messages, False, tools, variables)[1]
+
+    def _render_unlearnt(
+        self, messages: Sequence[Message], invites: bool, tools: Any, variables: Mapping[str, Any]
+    ) -> tuple[list[PreparedMessage], list[TemplateSegment]]:
         prepared, whole = self._render_first(messages, invites, tools, variables)
         text = _without_tags(whole)
-        forged = self._forged(prepared, text, invites, tools, variables)
-        if continues:
-            behind = self._finder(tools, variables).text_behind_last(prepared)
-            if behind is None or prepared[-1]["role"] != "assistant":
-                raise DataError(
-                    "the last message is no answer whose end the chat template tells, so it cannot be continued"
-                )
-            text = text.removesuffix(behind)
-        return self._split(text, [], forged)
+        return prepared, self._split(text, [], self._forged(prepared, text, invites, tools, variables))
 
-    def split_text(self, text: str, learnt_from: int) -> list[TemplateSegment]:
-        """Split a text that no template wrote at the names of tokens; what follows `learnt_from` characters is learnt."""
-        return self._split(_refuse_reserved(text), [(learnt_from, len(text))], ())
+    def split_text(self, text: str) -> list[TemplateSegment]:
+        """Split a text that no template wrote at the names of tokens."""
+        return self._split(_refuse_reserved(text), [], ())
 
     def marks_in(self, text: str) -> list[str]:
         """Return the names of tokens in a text, in order."""
@@ -314,6 +316,17 @@ class ChatTemplate:
                 spans.pop()
             pieces.append(TemplateSegment(text[first:last], bool(spans) and spans[-1][0] < last, first in marks))
         return pieces
+
+
+def _cut_end(pieces: Sequence[TemplateSegment], length: int) -> list[TemplateSegment]:
+    """Return segments without their last `length` characters."""
+    retained = list(pieces)
+    while length and retained:
+        last = retained.pop()
+        if len(last.text) > length:
+            retained.append(replace(last, text=last.text[:-length]))
+        length = max(0, length - len(last.text))
+    return retained
 
 
 def _pattern_of(marks: Collection[str]) -> re.Pattern[str]:
