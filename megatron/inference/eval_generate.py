@@ -178,8 +178,9 @@ def _encode_prompt_line(
     try:
         if encoder is None or not _is_json_object_line(line):
             return line, tuple(prompt_ids(tokenizer, line))
-        messages = json.loads(line)["messages"]
-        return str(messages[-1]["content"]), tuple(encoder.encode_prompt(messages))
+        row = json.loads(line)
+        messages, variables = row["messages"], row.get("chat_template_kwargs") or {}
+        return str(messages[-1]["content"]), tuple(encoder.encode_prompt(messages, row.get("tools"), variables))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, DataError) as error:
         raise ConfigError(f"{where} cannot be read: {error}") from error
 

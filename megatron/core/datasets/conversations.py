@@ -131,12 +131,16 @@ class ConversationEncoder:
         tools: Any = None,
         variables: Mapping[str, Any] = MappingProxyType({}),
         *,
+        invites: bool = True,
         continues: bool = False,
     ) -> list[int]:
-        """Return the ids of a conversation, up to its next answer; continues: up to where its last answer goes on.
-        `DataError` from the template, else `ValueError`.
+        """Return the ids of a conversation, up to where its next answer begins; continues: up to where its last answer goes
+        on; else, without invites: to its end. `DataError` from the template, else `ValueError`.
         """
-        pieces = self.template.render_with_generation_prompt(messages, tools, variables, continues=continues)
+        if invites or continues:
+            pieces = self.template.render_with_generation_prompt(messages, tools, variables, continues=continues)
+        else:
+            pieces = self.template.render_unlearnt(messages, tools, variables)
         (encoded,) = self.encode_conversations([pieces])
         return (encoded ^ (encoded >> 31)).tolist()  # an id that is not learnt is kept as ~id
 

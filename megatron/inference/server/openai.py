@@ -31,7 +31,7 @@ from megatron.inference.server.body_fields import (
     read_body_fields,
     text_problem,
 )
-from megatron.inference.server.chat import ChatPromptEncoder, parse_messages
+from megatron.inference.server.chat import ChatPromptEncoder, parse_messages, prompt_ending_of_fields
 from megatron.inference.server.request_handling import HTTPCallRequests
 from megatron.inference.server.serving import (
     LEAST_LOGPROB,
@@ -79,6 +79,10 @@ def _stream_options_problem(value: Any) -> str:
     return "" if good else "must be an object with include_usage, a boolean value"
 
 
+def _object_problem(value: Any) -> str:
+    return "" if isinstance(value, dict) else "must be an object"
+
+
 _COMMON = (
     BodyField("model", text_problem),
     BodyField("temperature", number_range_check(0.0, 2.0), 1.0),
@@ -119,6 +123,9 @@ CHAT = (
     BodyField("tool_choice", one_of_check("none")),
     BodyField("response_format", one_of_check({"type": "text"})),
     BodyField("modalities", one_of_check(["text"])),
+    BodyField("chat_template_kwargs", _object_problem, {}),
+    BodyField("add_generation_prompt", boolean_problem),
+    BodyField("continue_final_message", boolean_problem, False),
 )
 
 
@@ -195,7 +202,8 @@ def parse_chat_completion_request(
     if fields["n"] > serving.limits.prompts:
         raise RequestRefused(f"n={fields['n']} is more than the {serving.limits.prompts} texts of one call")
     messages, files = parse_messages(fields["messages"])
-    ids, images = chat.encode_with_images(messages, files, serving.engine.image_prompts, serving.limits.images)
+    ending = prompt_ending_of_fields(fields)
+    ids, images = chat.encode_with_images(messages, files, serving.engine.image_prompts, serving.limits.images, ending)
     room = serving.engine.max_length - len(ids) + 1
     count = (
         fields["max_completion_tokens"] or fields["max_tokens"] or max(1, min(room, serving.limits.new_tokens or room))
