@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.special_tokens import IMAGE
-from megatron.core.datasets.storage import read_text_lines
+from megatron.core.datasets.storage import read_text_lines, write_file
 from megatron.evaluation import vision_metrics
 from megatron.evaluation.caption_tokens import tokenize_caption_for_metrics
 from megatron.evaluation.mmmu_answers import open_answer_score, parse_chosen_option
@@ -278,4 +278,4 @@ def write_official_answer_file(task: str, rows: Scored, path: Path) -> None:
         if names is None
         else [dict(zip(names, (question.number, answer))) for answer, question in rows]
     )
-    path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_file(path, json.dumps(content, ensure_ascii=False) + "\n")

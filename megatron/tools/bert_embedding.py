@@ -28,7 +28,6 @@ from tqdm import tqdm
 
 from megatron.core.config.flags import ConfigError, add_config_arguments, flag_fields
 from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.input_spans import InputPosition
 from megatron.core.datasets.ingest.inputs import (
     find_input_files,
@@ -38,6 +37,7 @@ from megatron.core.datasets.ingest.inputs import (
 )
 from megatron.core.datasets.ingest.records import BLANK, parse_records
 from megatron.core.datasets.special_tokens import encode_without_special_tokens
+from megatron.core.datasets.storage import DataError, open_for_writing
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.models.bert import BERTModel
 from megatron.core.tokenizers.base import Tokenizer
@@ -130,7 +130,7 @@ class NpyWriter:
     def __enter__(self) -> NpyWriter:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._made.open("wb")
+            self._file = open_for_writing(self._made)
         except OSError as error:
             raise ConfigError(f"--output {self.path} cannot be written: {error.strerror}") from None
         self._write_header()
@@ -144,13 +144,15 @@ class NpyWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._file as file:
-            file.seek(0)
-            self._write_header()
-        if kind is None:
-            self._made.replace(self.path)
-        else:
-            self._made.unlink()
+        try:
+            with self._file as file:
+                if kind is None:
+                    file.seek(0)
+                    self._write_header()
+            if kind is None:
+                self._made.replace(self.path)
+        finally:
+            self._made.unlink(missing_ok=True)
 
     def _write_header(self) -> None:
         """Write the header, whose size is the same for any number of rows."""
@@ -282,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     install_interrupt_excepthook()
     given, began = parse_arguments(argv), time.perf_counter()
     logging.basicConfig(level=logging.WARNING)
-    with exit_on(ConfigError, CheckpointError, DataError):
+    with exit_on(ConfigError, CheckpointError, DataError, OSError):
         embedder = load_embedder(given)
         count, lost = write_embeddings(
             embedder, given.input, key=given.json_key, output=given.output, refuse_long=given.long_texts == "refuse"

@@ -18,8 +18,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.core.datasets.storage import write_file
 from megatron.core.tokenizers.build import expected_vocab_size
-from megatron.tools.parser import ToolArgumentParser, add_world_size_and_entry_options, parse_options_and_run_words
+from megatron.tools.parser import (
+    ToolArgumentParser,
+    add_world_size_and_entry_options,
+    exit_on,
+    parse_options_and_run_words,
+)
 from megatron.trust.flags.command import ENTRIES, ParsedTrainingCommand, parse_training_command
 from megatron.trust.flags.repair import WORLD, BrokenRule, RepairResult, RunSetup, smallest_repair
 from megatron.trust.flags.rule_page import rules_page_markdown
@@ -223,7 +229,8 @@ def main(argv: list[str] | None = None) -> None:
     """Print the report, and exit with its code."""
     options, words = parse_arguments(sys.argv[1:] if argv is None else argv)
     if options.write_rules is not None:
-        options.write_rules.write_text(rules_page_markdown(), encoding="utf-8")
+        with exit_on(OSError):
+            write_file(options.write_rules, rules_page_markdown())
         return
     report = _make_config_check_report(options, words)
     text = json.dumps(report.report_values(), indent=2) if options.json else "\n".join(report.report_lines())

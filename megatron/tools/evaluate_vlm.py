@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.datasets.storage import read_text_lines
+from megatron.core.datasets.storage import read_text_lines, write_file
 from megatron.evaluation.vision_benchmarks import (
     BENCHMARKS,
     BenchmarkQuestion,
@@ -67,7 +67,7 @@ def write_questions_as_prompts(questions: Sequence[BenchmarkQuestion], folder: s
         {"id": one.number, "messages": one.messages, "images": [os.path.join(folder, name) for name in one.images]}
         for one in questions
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -28,7 +28,7 @@ from megatron.core.datasets import sidecar
 from megatron.core.datasets.bin_idx_check import bin_idx_pair_problems, document_lengths
 from megatron.core.datasets.indexed import IndexedDataset, bin_path, idx_path
 from megatron.core.datasets.sidecar import describe_tokenizer
-from megatron.core.datasets.storage import DataError, file_or_object_size
+from megatron.core.datasets.storage import DataError, atomic_file, file_or_object_size
 from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint_fields
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.tools.parser import ToolArgumentParser
@@ -186,7 +186,8 @@ def draw_length_histograms(lengths_of: dict[str, np.ndarray], seq_length: int | 
         axes.axvline(seq_length, color="gray", linestyle="--", label=f"{seq_length} tokens")
     axes.set(xscale="log", xlabel="tokens a document", ylabel="documents")
     axes.legend()
-    figure.savefig(path, format="png", dpi=120)
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png", dpi=120)
 
 
 def verify_pair(prefix: str, args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[str]:

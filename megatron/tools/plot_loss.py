@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.datasets.storage import read_text_lines
+from megatron.core.datasets.storage import atomic_file, read_text_lines
 from megatron.tools.parser import ToolArgumentParser
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -134,7 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             args.loss,
             [(name, float(value)) for name, value in args.line],
         )
-        figure.savefig(args.output)
+        with atomic_file(args.output) as file:
+            figure.savefig(file, format=args.output.suffix[1:] or "png")
     except (UnreadableLogError, OSError, ValueError) as error:
         sys.exit(f"plot_loss.py: {error}")
     print(f"{args.output}: {args.loss} of {', '.join(str(path) for path in args.logs)}")

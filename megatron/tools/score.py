@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.datasets.storage import DataError, read_text_lines
+from megatron.core.datasets.storage import DataError, atomic_file, read_text_lines
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.evaluation.likelihood import EvaluationBatchLimits
 from megatron.evaluation.reward_model import RewardModel
@@ -61,10 +61,10 @@ def score_and_write_lines(args: argparse.Namespace) -> str:
         model.score([text for _, texts in rows for text in texts.values()], size=EvaluationBatchLimits(args.batch_size))
     )
     above, pairs = 0, 0
-    with args.output.open("w", encoding="utf-8") as out:
+    with atomic_file(args.output) as out:
         for row, texts in rows:
             values = {name: next(scores) for name in texts}
-            out.write(json.dumps({**row, **values}) + "\n")
+            out.write(json.dumps({**row, **values}).encode() + b"\n")
             if len(values) == 2:
                 pairs, above = pairs + 1, above + (values["chosen_score"] > values["rejected_score"])
     message = f"; of {pairs} pairs, {above} have the chosen answer above" if pairs else ""

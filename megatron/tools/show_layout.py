@@ -15,6 +15,7 @@ from megatron.core.config.rules.engine import NEEDS, RULES
 from megatron.core.config.rules.rule import ConfigRuleInput
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.datasets.storage import atomic_file
 from megatron.core.models.describe import count_active_parameters, count_parameters
 from megatron.core.models.flops import estimate_memory_by_pipeline_rank
 from megatron.core.parallel.grid import axis_rank_groups
@@ -124,7 +125,8 @@ def main(argv: list[str] | None = None) -> None:
     lines += [line[:WIDEST] + (" ..." if len(line) > WIDEST else "") for line in drawn]
     sys.stdout.write("\n".join(lines) + "\n")
     if options.picture:
-        draw_pipeline_timeline(plan, timeline, options.picture)
+        with exit_on(OSError), atomic_file(options.picture) as file:
+            draw_pipeline_timeline(plan, timeline, file, options.picture.suffix[1:])
         sys.stdout.write(f"drawn: {options.picture}\n")
 
 

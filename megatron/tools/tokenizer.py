@@ -25,11 +25,12 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.input_spans import InputPosition
 from megatron.core.datasets.ingest.inputs import find_input_files, read_input_chunks, spans_of_corpus_shard
 from megatron.core.datasets.ingest.records import parse_records
+from megatron.core.datasets.storage import write_file
 from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint_fields
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.check import examine_tokenizer, measure_corpus_round_trips, promises_round_trips
 from megatron.core.tokenizers.engines import num_usable_processors
-from megatron.core.tokenizers.train import train_byte_level_bpe, train_sentencepiece, write_each_file_atomically
+from megatron.core.tokenizers.train import train_byte_level_bpe, train_sentencepiece
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.launch.launch_info import install_interrupt_excepthook
 
@@ -173,7 +174,9 @@ def train_and_write_tokenizer(args: argparse.Namespace) -> int:
         kind = TokenizerConfig(
             tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(args.output_dir / "tokenizer.model")
         )
-    write_each_file_atomically(args.output_dir, files)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        write_file(args.output_dir / name, content)
     size = build_tokenizer(kind).vocab_size
     print(f"wrote {', '.join(files)} to {args.output_dir}: {size} ids\nuse it with --tokenizer-type {use}")
     if size < args.vocab_size:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from megatron.core.datasets.storage import (
     fsync_file,
     fsync_parent_folder,
     is_remote_path,
+    open_for_writing,
     read_whole_file,
     temporary_name,
 )
@@ -319,10 +321,10 @@ class BuilderResumePoint:
 def _open_new_or_truncated(path: str, keep: int | None) -> IO[bytes]:
     """Open a new file for writing; or with `keep` an old one, cut to that many bytes. `DataError` if it is shorter."""
     if keep is None:
-        return open(path, "wb", buffering=2**20)
+        return open_for_writing(path)
     if not os.path.exists(path) or os.path.getsize(path) < keep:
         raise DataError(f"{path} has fewer than the {keep} bytes that were written to it; start anew")
-    file = open(path, "r+b", buffering=2**20)
+    file = open_for_writing(path, "r+b")
     file.truncate(keep)
     file.seek(keep)
     return file
@@ -490,14 +492,15 @@ class IndexedDatasetBuilder:
     def close_unfinished(self) -> None:
         """Close the files and leave them under the names they have."""
         for file in self._files:
-            file.close()
+            with suppress(OSError):  # what is wanted was synced; a full disk does not take the rest
+                file.close()
 
     def finish(self) -> None:
         """Write the index and the sidecar, and put the files under their final names, the index last."""
         self.sync_to_resume_point()
         self.close_unfinished()
         checksum = xxhash.xxh3_128()
-        with open(self._temporary_name("idx"), "wb") as index:
+        with open_for_writing(self._temporary_name("idx")) as index:
             for piece in self._index_file_chunks():
                 index.write(piece)
                 checksum.update(piece)
@@ -512,7 +515,7 @@ class IndexedDatasetBuilder:
             self._shard,
             {"bin": f"{CHECKSUM}:{self._checksum.hexdigest()}", "idx": f"{CHECKSUM}:{checksum.hexdigest()}"},
         )
-        with open(self._temporary_name("json"), "wb") as file:
+        with open_for_writing(self._temporary_name("json")) as file:
             file.write(sidecar.encode_sidecar(facts))
             fsync_file(file)
         # Between the renames the old index must not stand beside the new ids: better no pair than a mixed one.

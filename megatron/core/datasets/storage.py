@@ -15,6 +15,7 @@ that package looks for them.
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import mmap
 import os
@@ -25,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -33,6 +34,7 @@ READ_PAUSES = (1, 5, 25)  # seconds before each further try of a read that faile
 BLOCK_BYTES = 2**20
 KEPT_BLOCKS = 16
 COPY_BYTES = 16 * 2**20
+WRITE_BYTES = 2**20
 
 Answer = TypeVar("Answer")
 
@@ -53,10 +55,43 @@ def temporary_name(path: str | Path) -> str:
     return f"{path}.{uuid.uuid4().hex}.tmp"
 
 
+@contextmanager
+def errors_name_file(path: str | Path) -> Iterator[None]:
+    """Within: an `OSError` that names no file, as that of a full disk, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+class _NamedFile(io.FileIO):
+    """A file whose failed writes name it, as `open` names what it cannot open."""
+
+    def write(self, content: Any, /) -> int:
+        """Write bytes; return how many were written."""
+        with errors_name_file(str(self.name)):
+            return super().write(content)
+
+
+def open_for_writing(path: str | Path, mode: Literal["wb", "r+b"] = "wb") -> io.BufferedRandom | io.BufferedWriter:
+    """Open a file for writing whose errors name it, a full disk's too."""
+    raw = _NamedFile(path, mode)
+    return io.BufferedRandom(raw, WRITE_BYTES) if mode == "r+b" else io.BufferedWriter(raw, WRITE_BYTES)
+
+
+def write_file(path: str | Path, content: str | bytes) -> None:
+    """Write a file that appears whole or not at all. An `OSError` names it."""
+    with atomic_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
 def fsync_file(file: IO[bytes]) -> None:
     """Flush a file and wait until it is on disk."""
-    file.flush()
-    os.fsync(file.fileno())
+    with errors_name_file(str(file.name)):
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def fsync_parent_folder(path: str | Path) -> None:
@@ -81,7 +116,7 @@ def atomic_file(path: str | Path, *, durable: bool = True) -> Iterator[IO[bytes]
     """
     temporary = temporary_name(path)
     try:
-        with open(temporary, "wb") as file:
+        with errors_name_file(path), open(temporary, "wb") as file:
             yield file
             if durable:
                 fsync_file(file)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -76,16 +77,27 @@ def export_hf_folder(
         **_config_json_to_export(chosen, model, earlier if _config_is_of_family(earlier, chosen) else {}, formats),
         "architectures": [variant.architecture],
     } | _reward_head_config_keys(model, {**ids, **earlier})
-    made = folder.with_name(f".{folder.name}.unfinished")
-    try:
-        shutil.rmtree(made, ignore_errors=True)
-        made.mkdir(parents=True)
+    with folder_written_whole(folder) as made:
         _write_weights(made, rows, formats, source, shard_bytes, chosen.constants(model))
         write_json(made / CONFIG_FILE, config)
         _write_generation_config(made, config)
         for name, content in files.items():
             (made / name).write_bytes(content)
         _copy_tokenizer_files(like, made)
+    return chosen
+
+
+@contextmanager
+def folder_written_whole(folder: Path) -> Iterator[Path]:
+    """Within: a folder to write files into, which takes the name `folder` when the block ends and is removed if it raises.
+
+    `CheckpointError` if it cannot be written, as on a full disk.
+    """
+    made = folder.with_name(f".{folder.name}.unfinished")
+    try:
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir(parents=True)
+        yield made
         for path in (*made.iterdir(), made):
             DISK.sync_folder(path)
         DISK.rename(made, folder)
@@ -94,7 +106,6 @@ def export_hf_folder(
         raise CheckpointError(f"{folder} cannot be written: {error}") from None
     finally:
         shutil.rmtree(made, ignore_errors=True)
-    return chosen
 
 
 def _export_plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import IO
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
@@ -17,8 +17,8 @@ UNIT_INCHES = 0.3
 WIDEST_INCHES = 40.0
 
 
-def draw_pipeline_timeline(plan: Plan, timeline: Timeline, path: Path) -> None:
-    """Draw one row for each rank with time to the right; the suffix of `path` selects the format.
+def draw_pipeline_timeline(plan: Plan, timeline: Timeline, file: IO[bytes], format: str) -> None:
+    """Draw one row for each rank with time to the right, in a format such as png or svg.
 
     Forward passes are blue, backward passes green, delayed weight gradients purple, reductions orange; later chunks are
     darker. A box is labelled with its microbatch; in SVG its id is the action, such as F4.0.
@@ -55,4 +55,4 @@ def draw_pipeline_timeline(plan: Plan, timeline: Timeline, path: Path) -> None:
         title=f"bubble {timeline.bubble:.1%}, peak activations {max(timeline.peak)}",
     )
     axes.spines[:].set_visible(False)
-    figure.savefig(path)
+    figure.savefig(file, format=format)

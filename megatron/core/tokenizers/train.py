@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from megatron.core.config.flags import ConfigError
@@ -109,15 +108,6 @@ def train_sentencepiece(
     except (RuntimeError, OSError, ValueError) as error:
         raise ConfigError(f"--vocab-size {vocab_size}: no model can be learnt from this text: {error}") from error
     return model.getvalue()
-
-
-def write_each_file_atomically(folder: Path, files: dict[str, str | bytes]) -> None:
-    """Write files into a folder, each atomically."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        partial = folder / f"{name}.partial"
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
-        partial.replace(folder / name)
 
 
 def _yield_bounded_lines(texts: Iterable[Sequence[str]]) -> Iterator[str]:

@@ -77,8 +77,10 @@ def test_a_long_list_of_faults_is_cut() -> None:
 
 def test_the_drawing_has_a_box_for_every_action(tmp_path: Path) -> None:
     plan = with_reduction_actions(interleaved_1f1b(2, 2, 4, 2))
-    draw_pipeline_timeline(plan, simulate_pipeline_plan(plan, reduce=1), tmp_path / "plan.svg")
+    with (tmp_path / "plan.svg").open("wb") as file:
+        draw_pipeline_timeline(plan, simulate_pipeline_plan(plan, reduce=1), file, "svg")
     drawn = (tmp_path / "plan.svg").read_text(encoding="utf-8")
     assert [action for row in plan for action in row if f'id="{action}"' not in drawn] == []
-    draw_pipeline_timeline(plan, simulate_pipeline_plan(plan), tmp_path / "plan.png")
+    with (tmp_path / "plan.png").open("wb") as file:
+        draw_pipeline_timeline(plan, simulate_pipeline_plan(plan), file, "png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
