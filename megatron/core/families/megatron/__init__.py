@@ -11,6 +11,7 @@ parameter_order.py    which parameters a rank held, in the order of their defini
 stored.py             tensors of the distributed format, box by box
 source.py             a checkpoint of either format as a Source, and the counters of its run
 arguments_to_settings.py  the arguments of a run of Megatron as our settings
+argument_table.py     why the other arguments change nothing, or the value at which they do nothing
 open.py               whichever of both a folder holds
 export.py             both formats, written for its own programmes
 """

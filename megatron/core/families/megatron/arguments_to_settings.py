@@ -1,20 +1,35 @@
-"""From the pickled arguments of a Megatron run to our settings, by field name."""
+"""From the pickled arguments of a Megatron run to our settings, by field name: each is taken, harmless or refused."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
-from megatron.core.config.flags import flag_fields
+from megatron.core.config.flags import field_resume_roles, flag_fields
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.families.megatron.argument_table import AT_DEFAULT, harmless_reason
 from megatron.core.families.megatron.hybrid import hybrid_settings_of_arguments, infer_hybrid_settings
 
-_RENAMED = {"layernorm_epsilon": "norm_epsilon"}  # the new name wins where both are there
+# Names since 0.16 of what our settings, and releases before, call otherwise.
+_RENAMED = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
+# Of the free choices of the run that saved (dispatch, kernels, logs) those that are worth taking over.
+_TAKEN_OVER = frozenset(
+    (
+        "group_query_attention",
+        "make_vocab_size_divisible_by",
+        "moe_grouped_gemm",
+        "hybrid_attention_ratio",
+        "hybrid_mlp_ratio",
+    )
+)
+_SPECS = re.compile(r"local|megatron\.core\.models\.\w+\.\w+_layer_specs")  # of Megatron Core's own networks
 _PATTERNS = frozenset(
     ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq", "linear_attention_freq")
 )  # upstream's are numbers or lists
@@ -29,6 +44,7 @@ _MANY = frozenset(
     )
 )
 _YARN = frozenset(("rotary_scaling_factor", "mscale", "mscale_all_dim"))
+_LEARNED = (None, "learned_absolute")
 _WORDS, _PLACES = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
 _PUBLISHED_HEAD_SIZE = 64  # of GPT-345M and BERT-345M, the published files without arguments
 
@@ -48,6 +64,8 @@ def settings_of_megatron_args(arguments: Mapping[str, Any], given: Mapping[str, 
     settings = _without_none(settings)
     if arguments.get("use_rotary_position_embeddings"):
         settings["position_embedding_type"] = "rope"
+    elif not arguments.get("add_position_embedding", True) and settings.get("position_embedding_type") in _LEARNED:
+        settings["position_embedding_type"] = "none"
     if arguments.get("tokenizer_type") == "NullTokenizer" and arguments.get("vocab_size"):
         # What came with the argument for its end of document has no id beyond --vocab-size.
         settings["null_tokenizer_ids"] = arguments["vocab_size"] + ("null_tokenizer_eod_id" not in arguments)
@@ -79,9 +97,30 @@ def _flag_field_names(config: type) -> frozenset[str]:
     )
 
 
+@cache
 def _megatron_model_field_names() -> frozenset[str]:
-    """Settings of the model that Megatron's arguments can hold: all but those of adapters, which its checkpoints do not have."""
-    return _flag_field_names(ModelConfig) - _flag_field_names(AdapterConfig)
+    """Settings of the model that are taken from Megatron's arguments: no adapters, which its checkpoints do not have, and
+    no free choices, whose defaults there are nobody's word.
+    """
+    free = {name for name, role in field_resume_roles(ModelConfig).items() if role == "free"}
+    return _flag_field_names(ModelConfig) - _flag_field_names(AdapterConfig) - (free - _TAKEN_OVER)
+
+
+def megatron_argument_problems(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of a run that make a network which is not built here, or are unknown, a line each."""
+    keys = ForeignMapping(
+        arguments,
+        harmless=[name for name in arguments if harmless_reason(name)],
+        defaults=AT_DEFAULT,
+        advice="is no argument that is known here, and may change the network",
+    )
+    keys.ignore_keys(*field_resume_roles(ModelConfig))  # taken as settings, or of what this project writes for Megatron
+    spec = arguments.get("spec")
+    module = spec[0] if isinstance(spec, (list, tuple)) and spec else spec
+    strange = (
+        [] if module is None or _SPECS.fullmatch(str(module)) else [f"spec: {module} is no network of Megatron Core's"]
+    )
+    return [*keys.all_problems(), *strange]
 
 
 def _convert_megatron_argument(name: str, value: Any) -> Any:
