@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.families.megatron.buffers import WAY_OUT, UnreadableStateError, spans_in_buckets
+from megatron.core.families.megatron.names import COPY_OF_POSITIONS
 from megatron.core.families.megatron.parameter_order import (
     GlobalParameter,
     LocalParameter,
@@ -86,7 +87,9 @@ def unflatten_optimizer_buckets(
     model = [
         GlobalParameter(key, stored.shape, tuple(chunk.box for chunk in stored.chunks))
         for key, stored in tensors.items()
-        if not _OTHERS.search(key) and not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))
+        if not _OTHERS.search(key)
+        and not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))
+        and key != COPY_OF_POSITIONS
     ]
     orders = (False, True) if any(".conv1d." in one.key for one in model) else (False,)
     for own_conv in orders:  # which release wrote them, the names do not say, and the weights do
@@ -162,11 +165,11 @@ def _group_entries_by_buffer(tensors: Mapping[str, TorchDistIndexEntry]) -> dict
     buffers = {}
     for place, slots in by_buffer.items():
         if (
-            slots.keys() != {"param", "exp_avg", "exp_avg_sq"}
+            slots.keys() - {"exp_avg_sq"} != {"param", "exp_avg"}
             or len({tuple(sorted(buckets)) for buckets in slots.values()}) > 1
         ):
             raise UnreadableStateError(
-                f"buffer {place[2]} of group {place[1]} holds {', '.join(sorted(slots))}, and not Adam's state; {WAY_OUT}"
+                f"buffer {place[2]} of group {place[1]} holds {', '.join(sorted(slots))}, and not Adam's state or Lion's; {WAY_OUT}"
             )
         buffers[place] = OptimizerBuffer(
             {slot: [buckets[number] for number in sorted(buckets)] for slot, buckets in slots.items()}

@@ -54,6 +54,7 @@ _RENAMED: tuple[tuple[str, str], ...] = (
     (r"^lm_head\.(layernorm|norm)\.", "lm_head.layer_norm."),
     (r"^lm_head\.(output_layer\.)?(weight|bias)$", r"output_layer.\2"),
 )
+COPY_OF_POSITIONS = "position_embeddings.weight"  # second name of a T5's embedding.position_embeddings.weight
 # Copies of what stands elsewhere, and states of kernels; nothing of the model is lost with them.
 _DROPPED = re.compile(
     r"(^|\.)(word_embeddings_for_head\.weight|_extra_state(/.*)?|rotary_pos_emb\.inv_freq|inv_freq)$"

@@ -14,8 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.core.config.flags import ConfigError
+from megatron.core.config.plan import StageSpec, partition_into_stages, uniform_layer_plans
 from megatron.core.families.megatron.buffers import UnreadableStateError
 from megatron.core.families.megatron.hybrid import mixer_piece_names
+from megatron.core.families.megatron.pickles import attributes_of_inert
 from megatron.core.parallel.boxes import Box
 
 # Names of siblings stand in the order in which their parent defines them.
@@ -95,65 +98,63 @@ class SavedRunLayout:
     expert_tensor: int
     fused_norms: bool
     grouped: str  # experts: "" one after the other, "native" as one matrix, "fused" as Transformer Engine has them
-    layers: int
-    first: int | None
-    last: int | None
+    stages: tuple[StageSpec, ...]
 
     @staticmethod
     def from_arguments(arguments: Mapping[str, Any], layers: int) -> SavedRunLayout:
         """Return the layout from the arguments of a run. `UnreadableStateError` if its pipeline stages cannot be known."""
-        tensor, pipeline = (int(arguments.get(f"{axis}_model_parallel_size") or 1) for axis in ("tensor", "pipeline"))
-        odd = [
-            name
-            for name in (
-                "pipeline_model_parallel_layout",
-                "account_for_embedding_in_pipeline_split",
-                "account_for_loss_in_pipeline_split",
-                "num_layers_at_start_in_bf16",
-            )
-            if arguments.get(name)
-        ]
-        patterns = f"{arguments.get('hybrid_layer_pattern')} {arguments.get('hybrid_override_pattern')}"
-        odd += ["hybrid_layer_pattern"] if "|" in patterns else []
-        if pipeline > 1 and odd:
-            raise UnreadableStateError(f"its run divided the layers by --{odd[0].replace('_', '-')}")
         fused = arguments.get("transformer_impl") == "transformer_engine"
         native = not fused or bool(arguments.get("moe_use_legacy_grouped_gemm"))
         grouped = ("native" if native else "fused") if arguments.get("moe_grouped_gemm") else ""
+        tensor = int(arguments.get("tensor_model_parallel_size") or 1)
         return SavedRunLayout(
             tensor,
-            pipeline,
+            int(arguments.get("pipeline_model_parallel_size") or 1),
             int(arguments.get("virtual_pipeline_model_parallel_size") or 1),
             int(arguments.get("expert_model_parallel_size") or 1),
             int(arguments.get("expert_tensor_parallel_size") or tensor),
             fused,
             grouped,
-            layers,
-            arguments.get("decoder_first_pipeline_num_layers"),
-            arguments.get("decoder_last_pipeline_num_layers"),
+            _stages_of_arguments(arguments, layers),
         )
 
     def stage_of_layer(self, layer: int) -> tuple[int, int]:
-        """Return (pipeline rank, chunk) of a decoder layer. `UnreadableStateError` for splits that are not known here."""
-        first, last = self.first, self.last
-        if first is not None or last is not None:
-            if self.chunks > 1:
-                raise UnreadableStateError(
-                    "its run has an interleaved pipeline with other numbers of layers at its ends"
-                )
-            rest = self.pipeline - (first is not None) - (last is not None)
-            each = (self.layers - (first or 0) - (last or 0)) // max(rest, 1)
-            if first is not None and layer < first:
-                return 0, 0
-            if last is not None and layer >= self.layers - last:
-                return self.pipeline - 1, 0
-            return (first is not None) + (layer - (first or 0)) // each, 0
-        each = self.layers // (self.pipeline * self.chunks)
-        if each * self.pipeline * self.chunks != self.layers:
-            raise UnreadableStateError(
-                f"{self.layers} layers do not divide over {self.pipeline} stages of {self.chunks} chunks"
-            )
-        return layer // each % self.pipeline, layer // each // self.pipeline
+        """Return (pipeline rank, chunk) of a decoder layer."""
+        return next((one.rank, one.chunk) for one in self.stages if layer in {each.index for each in one.layers})
+
+    @property
+    def stage_ahead(self) -> tuple[int, int]:
+        """(pipeline rank, chunk) of the final norm and of the layers of multi-token prediction."""
+        return next((one.rank, one.chunk) for one in self.stages if one.has_mtp)
+
+
+def _stages_of_arguments(arguments: Mapping[str, Any], layers: int) -> tuple[StageSpec, ...]:
+    """Return the pipeline stages of a run. `UnreadableStateError` for a division of layers that is not known here."""
+    layout = arguments.get("pipeline_model_parallel_layout")
+    layout = attributes_of_inert(layout).get("input_data", layout)
+    pattern = str(arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern") or "")
+    if "|" in pattern:
+        layout = "|".join("t" * len(part) for part in pattern.partition("/")[0].split("|")).join("EL")
+    pipeline = int(arguments.get("pipeline_model_parallel_size") or 1)
+    if pipeline > 1 and arguments.get("standalone_embedding_stage"):
+        raise UnreadableStateError("its run divided the layers by --standalone-embedding-stage")
+    if layout is not None and not isinstance(layout, str):
+        raise UnreadableStateError("its run divided the layers by a --pipeline-model-parallel-layout that is no text")
+    try:
+        return partition_into_stages(
+            uniform_layer_plans(layers),
+            pp=pipeline,
+            vpp=int(arguments.get("virtual_pipeline_model_parallel_size") or 1),
+            ends=(
+                arguments.get("decoder_first_pipeline_num_layers"),
+                arguments.get("decoder_last_pipeline_num_layers"),
+            ),
+            account_for_embedding=bool(arguments.get("account_for_embedding_in_pipeline_split")),
+            account_for_loss=bool(arguments.get("account_for_loss_in_pipeline_split")),
+            layout=layout,
+        )
+    except ConfigError as error:
+        raise UnreadableStateError(f"the pipeline stages of its run cannot be known: {error}") from None
 
 
 def parameters_of_rank(
@@ -190,11 +191,10 @@ def parameters_of_rank(
                 chunks[stage[1]] += _local_expert_parameters(part, one, ranks, expert_tensor, expert, matrix=match)
             else:
                 chunks[stage[1]].append(_describe_local_parameter(part, one, ranks, tensor))
-    if ranks.pipeline > 1 and tied:
-        words = next(one for one in model if one.key == _WORDS)
-        _mark_tied_embedding_shared(
-            chunks, _describe_local_parameter(words, words, ranks, tensor), last=pipeline == ranks.pipeline - 1
-        )
+    words = next(one for one in model if one.key == _WORDS)
+    ahead = ranks.stage_ahead if any(one.key.startswith("mtp.") for one in model) else (0, 0)
+    copy = replace(_describe_local_parameter(words, words, ranks, tensor), shared=True)
+    _share_embeddings(chunks, copy, ranks, pipeline, tied=tied, ahead=ahead)
     return [sorted(chunk, key=lambda one: _parameter_order_key(one.name)) for chunk in chunks]
 
 
@@ -225,11 +225,27 @@ def _concat_parameter_pieces(name: str, pieces: Sequence[LocalParameter]) -> Loc
     return LocalParameter(name, (rows, *pieces[0].shape[1:]), tuple(parts))
 
 
-def _mark_tied_embedding_shared(chunks: list[list[LocalParameter]], words: LocalParameter, *, last: bool) -> None:
-    """Mark the first chunk's word embedding as shared; last: append the last stage's copy, `output_layer.weight`."""
-    if last:
-        chunks[-1].append(replace(words, name="output_layer.weight", shared=True))
-    chunks[0] = [replace(one, shared=True) if one.name == _WORDS else one for one in chunks[0]]
+def _share_embeddings(
+    chunks: list[list[LocalParameter]],
+    words: LocalParameter,
+    ranks: SavedRunLayout,
+    pipeline: int,
+    *,
+    tied: bool,
+    ahead: tuple[int, int],
+) -> None:
+    """Add the copies of the word embedding that a pipeline rank holds, and mark its first as shared.
+
+    words: the embedding. tied: the output layer of the last stage is a copy. ahead: the stage of multi-token prediction,
+    which embeds tokens too; (0, 0) without it.
+    """
+    if ranks.pipeline == 1 or not (tied or ahead != (0, 0)):
+        return
+    chunks[0] = [words if one.name == _WORDS else one for one in chunks[0]]
+    if ahead != (0, 0) and ahead[0] == pipeline:
+        chunks[ahead[1]].append(words)
+    if tied and pipeline == ranks.pipeline - 1:
+        chunks[-1].append(replace(words, name="output_layer.weight"))
 
 
 def _parameter_order_key(name: str) -> tuple[int, ...]:
@@ -267,7 +283,8 @@ def _stage_of_key(key: str, layer: int, ranks: SavedRunLayout) -> tuple[int, int
         return 0, 0
     if key.startswith(("decoder.layers.", "encoder.layers.")):
         return ranks.stage_of_layer(layer)
-    return ranks.pipeline - 1, ranks.chunks - 1
+    ahead = key.startswith(("mtp.", "decoder.final_"))
+    return ranks.stage_ahead if ahead else (ranks.pipeline - 1, ranks.chunks - 1)
 
 
 def _boxes_on_rank(boxes: Sequence[Box], lead: int, rank: int, size: int, one: GlobalParameter) -> list[Box]:

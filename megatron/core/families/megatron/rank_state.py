@@ -28,9 +28,11 @@ from megatron.core.families.megatron.buffers import (
     bucket_size_limit,
     candidate_buffer_layouts,
 )
+from megatron.core.families.megatron.names import COPY_OF_POSITIONS
 from megatron.core.families.megatron.pickles import read_torch_file
 
-SLOTS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+SLOTS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # of a distributed optimizer
 # What a state dict holds beside parameters.
 _BUFFERS = re.compile(
     r"(^|[._])(extra_state(/.*)?|inv_freq|expert_bias|local_tokens_per_expert|global_tokens_per_expert)$"
@@ -70,7 +72,7 @@ def read_rank_optimizer_state(
         ChunkParameter(number, name, tensor)
         for number, chunk in enumerate(chunks)
         for name, tensor in chunk.items()
-        if not _BUFFERS.search(name)
+        if not _BUFFERS.search(name) and name != COPY_OF_POSITIONS
     ]
     flat, numbered = path.with_name("distrib_optim.pt"), content.get("optimizer")
     if flat.is_file():
@@ -91,24 +93,44 @@ def _undistributed_optimizer_state(
 ) -> Slots:
     """Return slot -> key -> tensor of an optimizer that numbers its parameters group by group; {} if it has no state."""
     inner = optimizer.get("optimizer", optimizer)
-    if not isinstance(inner, Mapping) or not isinstance(inner.get("state"), Mapping) or not inner["state"]:
-        return {}
     main = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
-    left, slots = list(parameters), Slots(master={}, exp_avg={}, exp_avg_sq={})
+    states = inner.get("state") if isinstance(inner, Mapping) else None
+    if not isinstance(states, Mapping) or not (states or main):
+        return {}
+    kept = _slots_of_states(states, path)
+    left, slots = list(parameters), Slots({slot: {} for slot in ("master", *kept)})
     for place, group in enumerate(inner.get("param_groups", ())):
         members = _parameters_of_group(left, group, f"{path}: group {place} of the optimizer")
         left = [parameter for parameter in left if parameter not in members]
-        for number, member in zip(group["params"], members):
-            state = inner["state"].get(number, {})
-            for slot in ("exp_avg", "exp_avg_sq"):
-                slots[slot][member.key_within_rank] = _require_matching_shape(state.get(slot), member, path)
+        for slot in kept:
+            slots[slot] |= {
+                member.key_within_rank: _require_matching_shape(states.get(number, {}).get(slot), member, path)
+                for number, member in zip(group["params"], members)
+            }
         if main:
             slots["master"] |= _main_weights(main[place], members, path)
-    if left:
-        raise UnreadableStateError(f"{path}: no group of the optimizer has {left[0].name}; {WAY_OUT}")
+    _require_none_left(left, path)
     if slots["master"]:  # one that the model has in fp32 is its own main weight
         slots["master"] = {one.key_within_rank: one.weight for one in parameters} | slots["master"]
     return {slot: tensors for slot, tensors in slots.items() if tensors}
+
+
+def _require_none_left(parameters: Sequence[ChunkParameter], path: Path) -> None:
+    """Raise `UnreadableStateError` for parameters that no group of the optimizer has."""
+    if parameters:
+        raise UnreadableStateError(f"{path}: no group of the optimizer has {parameters[0].name}; {WAY_OUT}")
+
+
+def _slots_of_states(states: Mapping[Any, Mapping[str, Any]], path: Path) -> list[str]:
+    """Return what an optimizer keeps of each parameter beside counts. `UnreadableStateError` for what is not kept here."""
+    kept = sorted(
+        {name for state in states.values() for name, value in state.items() if isinstance(value, Tensor)} - {"step"}
+    )
+    if strangers := [name for name in kept if name not in MOMENTS]:
+        raise UnreadableStateError(
+            f"{path}: its optimizer keeps {', '.join(strangers)}, and those that are built here {', '.join(MOMENTS)}"
+        )
+    return kept
 
 
 def _main_weights(weights: Iterable[Any], members: Sequence[ChunkParameter], path: Path) -> dict[str, Tensor]:

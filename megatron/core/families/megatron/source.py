@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.families.megatron.arguments_to_settings import (
     complete_settings_by_shapes,
+    megatron_argument_problems,
     run_settings_of_megatron_args,
     settings_of_megatron_args,
 )
@@ -20,6 +23,9 @@ from megatron.core.families.megatron.names import MegatronRowLayout, has_vocabul
 from megatron.core.families.megatron.pickles import attributes_of_inert
 from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box
+
+_WITHOUT_STEPS = ("sgd", "lion")  # optimizers whose update is the same in every step, and that count none
+_MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "lion": ("exp_avg",)}
 
 Shards = dict[
     str, list[LazyTensorShard]
@@ -85,6 +91,8 @@ def make_megatron_source(
     version: checkpoint version, for the order of rows of fused matrices. Raises `CheckpointError` if the tensors are no
     network, or contradict the settings.
     """
+    if problems := megatron_argument_problems(arguments):
+        raise CheckpointError(f"{folder} is of a run whose arguments are not all known here", problems)
     words = shards.get(f"model.{WORD_EMBEDDING}")
     if words is None:
         raise CheckpointError(f"{folder} holds no {WORD_EMBEDDING}; it has {', '.join(sorted(shards)[:5])}, ...")
@@ -98,18 +106,53 @@ def make_megatron_source(
         # The last stage's copy of a tied matrix.
         shards = {name: held for name, held in shards.items() if parameter_of_state_name(name) != "output_layer.weight"}
     _require_rows_for_ids(folder, words, settings.get("true_vocab_size") or 0)
-    if any(name.startswith("optimizer.") for name in shards) and "run.optimizer_steps" not in values:
-        shards = {name: held for name, held in shards.items() if not name.startswith("optimizer.")}
-        skipped = "the optimizer's moments are left out: the checkpoint does not say how many steps they have seen"
+    shards, left_out = _with_counted_moments(shards, values.get("run.optimizer_steps"), str(arguments.get("optimizer")))
     return MegatronSource(
         str(folder),
         shards,
         MegatronRowLayout.from_settings(settings, version),
         settings=settings,
         values=values,
-        skipped=skipped,
+        skipped=left_out or skipped,
         run_settings=run_settings_of_megatron_args(arguments),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroShard:
+    """A moment that no step has changed yet. like: the main weight of its parameter."""
+
+    like: LazyTensorShard
+
+    def to(self, device: str) -> Tensor:
+        """Return fp32 zeros in the shape of the main weight (any shape), on a device."""
+        return torch.zeros(self.like.to("meta").shape, device=device)
+
+
+def _with_counted_moments(
+    shards: Mapping[str, Sequence[LazyTensorShard]], steps: int | None, optimizer: str
+) -> tuple[Shards, str]:
+    """Return the shards with moments of as many steps, zero before the first; or without, and why. steps: None if unknown."""
+    if steps is None and any(name.startswith("optimizer.") for name in shards):
+        weights = {name: [*held] for name, held in shards.items() if not name.startswith("optimizer.")}
+        return (
+            weights,
+            "the optimizer's moments are left out: the checkpoint does not say how many steps they have seen",
+        )
+    return {
+        **(_zero_moments(shards, optimizer) if steps == 0 else {}),
+        **{name: [*held] for name, held in shards.items()},
+    }, ""
+
+
+def _zero_moments(shards: Mapping[str, Sequence[LazyTensorShard]], optimizer: str) -> Shards:
+    """Return the moments of an optimizer before its first step, by name, for all parameters with main weights."""
+    return {
+        f"optimizer.{slot}.{parameter_of_state_name(name)}": [ZeroShard(one) for one in held]
+        for slot in _MOMENTS.get(optimizer, ())
+        for name, held in shards.items()
+        if name.startswith("optimizer.master.")
+    }
 
 
 def _require_rows_for_ids(folder: Path, words: Sequence[LazyTensorShard], ids: int) -> None:
@@ -137,32 +180,55 @@ def saved_training_counters(common: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(iteration, int) or not isinstance(samples, int):
         return {}
     skipped = arguments.get("skipped_train_samples") or 0
+    scheduled = next(_values_in_state({"schedule": common.get("opt_param_scheduler")}, "num_steps"), None)
     values: dict[str, Any] = {
         "run.progress": {
             "iteration": iteration,
             "consumed_train_samples": samples,
             "skipped_train_samples": skipped,
             "consumed_valid_samples": arguments.get("consumed_valid_samples") or 0,
-            "schedule_samples": samples - skipped,
+            # Of steps that changed the weights: without those that overflowed in fp16.
+            "schedule_samples": samples - skipped if scheduled is None else int(scheduled),
             "consumed_tokens": samples * int(arguments.get("seq_length") or 0),
             "floating_point_operations": int(common.get("num_floating_point_operations_so_far") or 0),
         }
     }
-    steps = set(_step_counts_in_state(common.get("optimizer")))
+    state = common.get("optimizer")
+    steps = {int(step) for name in ("step", "common_step") for step in _values_in_state(state, name)}
+    if not steps and (scheduled == 0 or arguments.get("optimizer") in _WITHOUT_STEPS):
+        steps = {0 if scheduled == 0 else iteration}  # 0: every step has overflowed
     if len(steps) == 1:
         values["run.optimizer_steps"] = steps.pop()
-    return values
+    return values | _saved_loss_scale(state)
 
 
-def _step_counts_in_state(value: Any) -> Iterator[int]:
-    """Yield every number of updates found in an optimizer's state, of groups or parameters."""
+def _saved_loss_scale(state: Any) -> dict[str, Any]:
+    """Return the loss scale of fp16 in an optimizer's state as `run.loss_scale`; {} if there is none, or it is constant.
+
+    Of a chain of optimizers, Megatron's loss has the scale of the first.
+    """
+    for scaler in _values_in_state(state, "grad_scaler"):
+        values = scaler[0] if isinstance(scaler, list) and scaler else scaler
+        if isinstance(values, Mapping) and values:
+            return {
+                "run.loss_scale": {
+                    "scale": float(values["scale"]),
+                    "good_steps": int(values["growth_tracker"]),
+                    "overflows_left": int(values["hysteresis_tracker"]),
+                }
+            }
+    return {}
+
+
+def _values_in_state(value: Any, name: str) -> Iterator[Any]:
+    """Yield every value by a name in an optimizer's state, of groups, parameters and optimizers of a chain."""
     if isinstance(value, Mapping):
-        for name, item in value.items():
-            if name in ("step", "common_step"):
-                yield int(item)
+        for key, item in value.items():
+            if key == name:
+                yield item
             elif isinstance(item, (Mapping, list, tuple)):
-                yield from _step_counts_in_state(item)
+                yield from _values_in_state(item, name)
     elif isinstance(value, (list, tuple)):
         for item in value:
             if isinstance(item, (Mapping, list)):
-                yield from _step_counts_in_state(item)
+                yield from _values_in_state(item, name)

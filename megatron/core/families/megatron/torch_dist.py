@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from megatron.core.families.megatron.buffers import WAY_OUT, UnreadableStateErro
 from megatron.core.families.megatron.experts import split_expert_name
 from megatron.core.families.megatron.flat_state import entries_from_flat_fragments, unflatten_optimizer_buckets
 from megatron.core.families.megatron.hybrid import join_mixer_pieces, merge_layer_pairs
-from megatron.core.families.megatron.names import map_names_to_ours
+from megatron.core.families.megatron.names import COPY_OF_POSITIONS, map_names_to_ours
 from megatron.core.families.megatron.pickles import InertObject, attributes_of_inert, read_torch_file
 from megatron.core.families.megatron.source import (
     MegatronSource,
@@ -55,15 +55,21 @@ from megatron.core.families.megatron.stored import (
 )
 from megatron.core.parallel.boxes import Box
 
-_SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
-_OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)$")
+_SLOTS = {
+    **{slot: slot for slot in ("exp_avg", "exp_avg_sq", "momentum_buffer")},
+    **dict.fromkeys(("fp32_param", "param", "master_param"), "master"),
+}
+_OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)$")
 _STACKED = re.compile(r"^(encoder|decoder)\.layers\.(?!\d)(.+)$")
 _STATES = re.compile(
     r"^(optimizer|rng_state|rerun_state_machine_state|common_state|chained_\d+\.optimizer)\b|_extra_state"
 )
+_OF_GROUPS = re.compile(
+    r"^(?:chained_\d+\.)?optimizer\.(?:distributed\.dp_group_idx_\d+\.)?(optimizer|grad_scaler)(?:/|$)"
+)
 # Names of Megatron FSDP.
 _WEIGHT = re.compile(r"^model\.(?:module\.)*(.+)$")
-_MOMENT = re.compile(r"^optimizer\.state\.(?:module\.)*(.+)\.(exp_avg|exp_avg_sq|fp32_param|param)$")
+_MOMENT = re.compile(rf"^optimizer\.state\.(?:module\.)*(.+)\.({'|'.join(_SLOTS)})$")
 _STEP = re.compile(r"^optimizer\.(state|param_to_group_meta)\..+\.step$")
 _COMMON = ("args", "iteration", "checkpoint_version", "num_floating_point_operations_so_far")
 _HALF = re.compile(r"^(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])$")
@@ -190,10 +196,10 @@ def _parse_torch_dist_index(index: Any, folder: Path) -> tuple[dict[str, TorchDi
 
 
 def _read_optimizer_groups(texts: Mapping[str, StoredChunk], folder: Path) -> Iterator[Any]:
-    """Yield the state of the groups of distributed optimizers, where every rank saved its own."""
-    for name, chunk in texts.items():
-        if re.match(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer(/|$)", name):
-            yield read_stored_chunk(chunk, folder, name)
+    """Yield the groups of distributed optimizers and their loss scales, by kind, where every rank saved its own."""
+    for name, chunk in sorted(texts.items(), key=lambda entry: entry[0]):
+        if match := _OF_GROUPS.match(name):
+            yield {match[1]: read_stored_chunk(chunk, folder, name)}
 
 
 def _dtype_of_properties(properties: Any) -> torch.dtype:
@@ -230,7 +236,30 @@ def _read_fsdp_common_state(
         *(read_stored_box(stored, folder) for name, stored in tensors.items() if _STEP.match(name)),
     ]
     common = {name: read_stored_chunk(texts[name], folder, name) for name in _COMMON if name in texts}
-    return {**common, "optimizer": [{"step": step} for step in steps]}
+    nested = _read_fsdp_values(("opt_param_scheduler", "optimizer.grad_scaler"), folder, texts, tensors)
+    state = [*({"step": step} for step in steps), {"grad_scaler": nested["optimizer.grad_scaler"]}]
+    return {**common, "opt_param_scheduler": nested["opt_param_scheduler"], "optimizer": state}
+
+
+def _read_fsdp_values(
+    prefixes: Sequence[str], folder: Path, texts: Mapping[str, StoredChunk], tensors: Mapping[str, TorchDistIndexEntry]
+) -> dict[str, dict[str, Any]]:
+    """Return prefix -> the values that are stored by names `<prefix>.<name>`."""
+    return {
+        prefix: {
+            **{
+                name.removeprefix(f"{prefix}."): read_stored_chunk(chunk, folder, name)
+                for name, chunk in texts.items()
+                if name.startswith(f"{prefix}.")
+            },
+            **{
+                name.removeprefix(f"{prefix}."): read_stored_box(stored, folder)
+                for name, stored in tensors.items()
+                if name.startswith(f"{prefix}.")
+            },
+        }
+        for prefix in prefixes
+    }
 
 
 def _with_optimizer_entries(
@@ -246,6 +275,7 @@ def _with_optimizer_entries(
             raise UnreadableStateError(
                 f"{gathered} is of a release that gathered it on one rank (dp_zero_gather_scatter); {WAY_OUT}"
             )
+        _require_known_slots(tensors)
         buckets = unflatten_optimizer_buckets(
             tensors, arguments, lambda stored, chunk: read_chunk_values(chunk, stored, folder), tied=tied
         )
@@ -256,10 +286,21 @@ def _with_optimizer_entries(
         }, f"the optimizer's state is left out: {error}"
 
 
+def _require_known_slots(tensors: Mapping[str, TorchDistIndexEntry]) -> None:
+    """Raise `UnreadableStateError` for state of an optimizer that is not built here."""
+    slots = sorted({match[1] for key in tensors if (match := _OPTIMIZER.match(key))} - {*_SLOTS, "step"})
+    if slots:
+        raise UnreadableStateError(
+            f"its optimizer keeps {', '.join(slots)}, and those that are built here {', '.join(sorted(set(_SLOTS.values())))}"
+        )
+
+
 def _entries_by_our_names(tensors: Mapping[str, TorchDistIndexEntry]) -> dict[str, TorchDistIndexEntry]:
     """Return our name in a saved state -> entry, with stacked layers split."""
     entries: dict[str, TorchDistIndexEntry] = {}
     for prefix, key, stored in _weight_and_moment_entries(tensors):
+        if key == COPY_OF_POSITIONS and prefix != "model.":  # under which T5 has the state of its positions
+            key = f"embedding.{key}"
         match = _STACKED.match(key)
         if match and stored.shape:
             for layer in range(stored.shape[0]):
@@ -281,7 +322,7 @@ def _weight_and_moment_entries(
     """Yield (prefix of our name, their parameter name, entry) of weights and of optimizer state by parameter."""
     for key, stored in tensors.items():
         slot = _OPTIMIZER.match(key)
-        if slot:
+        if slot and slot[1] in _SLOTS:
             yield f"optimizer.{_SLOTS[slot[1]]}.", slot[2], stored
         elif not _STATES.search(key):
             yield "model.", key, stored
