@@ -421,10 +421,12 @@ def first_step(model: ModelConfig, weights: Weights, batches: Sequence[Microbatc
         for depth, losses in enumerate(ahead, start=1):
             mask = shifted(batch.mask, depth)
             ratio = (
-                batch.mask.shape[1] / (batch.mask.shape[1] - depth) if per_token else own / max(float(mask.sum()), 1.0)
+                batch.mask.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1.0)
+                if per_token
+                else own / max(float(mask.sum()), 1.0)
             )
             add(sums, f"mtp_{depth} loss", (losses * mask).sum(), float(mask.sum()))
-            total = total + factor / depths * ratio * (losses * mask).sum()
+            total = total + factor / depths * (ratio * losses * mask).sum()
         share = own / every if per_token else 1 / len(batches)
         objective = objective + total / max(own, 1.0) * share + side.objective * share
         for name, found in side.notes.items():

@@ -74,8 +74,8 @@ class Batch:
         label k positions later, and counts if that does and the predicted token is of the same document. Beyond the
         sequence's end is 0, which does not count. Since a depth has fewer tokens than the main loss but its mean weighs
         as much, its tokens have weights: the ratio of both numbers in the microbatch, as in Megatron, or with per_token
-        that of a sequence in which every token counts, which is the same in every layout. Where padding is marked, a
-        depth has no token where it would read padding.
+        in each sequence, which is the same in every layout. Where padding is marked, a depth has no token where it would
+        read padding.
         """
         if self.tokens is None or self.labels is None or self.loss_mask is None:
             return self
@@ -86,13 +86,15 @@ class Batch:
                 # The last label is of a token behind the sequence; its document is taken for that of the last token.
                 known = torch.cat((self.documents, self.documents[:, -1:]), dim=1)[:, depth + 1 :]
                 counts[:, :-depth] *= known == self.documents[:, :-depth]
-            length, number = self.tokens.shape[1], counts.sum(dtype=torch.float64).clamp(min=1)
-            ratio = length / max(length - depth, 1) if per_token else self.loss_mask.sum(dtype=torch.float64) / number
+            every, own = (
+                mask.sum(dim=1, keepdim=True, dtype=torch.float64) if per_token else mask.sum(dtype=torch.float64)
+                for mask in (self.loss_mask, counts)
+            )
             extras |= {
                 f"mtp_{depth}_tokens": _shift_left(self.tokens, depth),
                 f"mtp_{depth}_labels": _shift_left(self.labels, depth),
                 f"mtp_{depth}_loss_mask": counts,
-                f"mtp_{depth}_weights": counts.to(torch.float64) * ratio,
+                f"mtp_{depth}_weights": counts.to(torch.float64) * (every / own.clamp(min=1)),
             }
             if (mask := self.extras.get("padding_mask")) is not None:
                 ahead = torch.cat((mask[:, depth:], torch.ones_like(mask[:, :depth])), dim=1)

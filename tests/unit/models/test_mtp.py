@@ -59,8 +59,10 @@ def all_labels(batch: Batch) -> tuple[torch.Tensor, ...]:
 
 def by_hand(
     stage: GPTModel, run: tiny.RunContext, batch: Batch, depths: int
-) -> tuple[Tensor, list[tuple[Tensor, int]]]:
-    """The main loss summed over its tokens; and of every depth the sum and the number of its tokens. For tied GPT-2 layers."""
+) -> tuple[Tensor, list[tuple[Tensor, int, Tensor]]]:
+    """The main loss summed over its tokens; and of every depth the sum and the number of its tokens, and what it adds to the
+    main loss: as much as if every sequence had its mean at all tokens of the main loss. For tied GPT-2 layers.
+    """
     weights, model = dict(stage.named_parameters()), run.config.model
     words, places = (
         weights["embedding.word_embeddings.weight"][: tiny.VOCABULARY],
@@ -85,7 +87,8 @@ def by_hand(
             F.gelu(linear(norm(x, f"{name}.pre_mlp_layernorm"), f"{name}.mlp.linear_fc1")), f"{name}.mlp.linear_fc2"
         )
 
-    total, further = torch.zeros((), dtype=torch.float64), [(torch.zeros((), dtype=torch.float64), 0)] * depths
+    nothing = torch.zeros((), dtype=torch.float64)
+    total, further = nothing, [(nothing, 0, nothing)] * depths
     for row in range(len(batch.tokens)):
         tokens, labels, mask = batch.tokens[row], batch.labels[row], batch.loss_mask[row]
         document = torch.zeros(S, dtype=torch.long) if batch.documents is None else batch.documents[row]
@@ -112,10 +115,9 @@ def by_hand(
             # The last label stands behind the window, where a document is taken to go on.
             same = torch.tensor([document[i] == document[min(i + depth + 1, S - 1)] for i in range(last)])
             counts = mask[depth:] * same
-            further[depth - 1] = (
-                further[depth - 1][0] + (losses * counts).sum(),
-                further[depth - 1][1] + int(counts.sum()),
-            )
+            own, number, before = (losses * counts).sum(), int(counts.sum()), further[depth - 1]
+            weighed = own / max(number, 1) * mask.sum()
+            further[depth - 1] = (before[0] + own, before[1] + number, before[2] + weighed)
     return total, further
 
 
@@ -139,16 +141,14 @@ def test_losses_and_gradients_are_those_of_the_plain_sums(changes: dict[str, Any
     main, further = by_hand(stage, run, batch, depths)
     assert int(count) == int(batch.loss_mask.sum())
     torch.testing.assert_close(report["lm loss"], torch.stack((main.detach(), count)), rtol=1e-12, atol=0.0)
-    for depth, (summed, number) in enumerate(further, start=1):
+    for depth, (summed, number, _) in enumerate(further, start=1):
         expected = torch.tensor([summed.item(), number], dtype=torch.float64)
         torch.testing.assert_close(report[f"mtp_{depth} loss"], expected, rtol=1e-12, atol=0.0)
-    ratios = [
-        S / (S - depth)
-        if run.config.train.calculate_per_token_loss
-        else int(count) / number  # Megatron: a depth's mean weighs as much
-        for depth, (_, number) in enumerate(further, start=1)
-    ]
-    expected = main + sum(summed * ratio for (summed, _), ratio in zip(further, ratios, strict=True)) * 0.3 / depths
+    added = sum(
+        weighed if run.config.train.calculate_per_token_loss else summed * int(count) / number
+        for summed, number, weighed in further
+    )
+    expected = main + added * 0.3 / depths
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=0.0)
     params = dict(stage.named_parameters())
     ours, theirs = (torch.autograd.grad(value, list(params.values())) for value in (total, expected))
@@ -218,6 +218,22 @@ def test_tokens_labels_and_masks_ahead(
     ]
     assert {depth: batch.extras[f"mtp_{depth}_loss_mask"][0].tolist() for depth in (1, 2)} == counts
     assert batch.loss_mask[0].tolist() == mask, "the main mask is left alone"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_depth_weighs_as_much_as_the_next_token_however_short_documents_are(masked: bool) -> None:
+    """In Megatron a depth's tokens weigh the number of tokens of the main loss over their own, by microbatch."""
+    ends = torch.arange(24) % 3 == 2  # documents of three tokens; with --eod-mask-loss their last one has no loss
+    documents = (ends.cumsum(0) - ends.long())[None].expand(2, -1)
+    mask = (~ends if masked else torch.ones(24)).double()[None].expand(2, -1).clone()
+    mask[1, 12:] = 0
+    ids = torch.ones((2, 24), dtype=torch.int64)
+    extras = Batch(tokens=ids, labels=ids, loss_mask=mask, documents=documents).with_future_tokens(1).extras
+    for row in range(2):
+        counted = int(extras["mtp_1_loss_mask"][row].sum())
+        assert counted < 0.7 * int(mask[row].sum())
+        weights = extras["mtp_1_weights"][row]
+        assert weights.unique().tolist() == [0.0, pytest.approx(int(mask[row].sum()) / counted)]
 
 
 def test_a_batch_without_depths_or_text_is_left_alone() -> None:
