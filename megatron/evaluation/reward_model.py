@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.conversations import ConversationEncoder
+from megatron.core.datasets.special_tokens import tokenize_marked_text
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
@@ -30,8 +31,7 @@ Message = Mapping[str, Any]
 
 def encode_reward_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the ids of a text with the end of document, as reward models read it: [tokens]."""
-    ids = list(tokenizer.tokenize(text))
-    return ids if ids and ids[-1] == tokenizer.eod else [*ids, tokenizer.eod]
+    return tokenize_marked_text(tokenizer, text, ends=True)
 
 
 @dataclass(frozen=True, slots=True)

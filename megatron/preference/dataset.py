@@ -253,11 +253,10 @@ class PreferenceDatasetKind:
         return self.opened[prefix]
 
     def _read_rows_file(self, prefix: str) -> PreferenceRowSource:
+        parser = PreferenceRowParser(self.tokenizer, self.template, self.config.finetune_task)
         try:
             with Path(prefix).open("rb") as lines:
-                rows, dropped = parse_preference_rows(
-                    lines, PreferenceRowParser(self.tokenizer, self.template, self.config.finetune_task)
-                )
+                rows, dropped = parse_preference_rows(lines, parser)
         except OSError as error:
             raise DataError(
                 f"{prefix} cannot be read: {error.strerror}; give JSONL files by their whole names"
@@ -265,6 +264,8 @@ class PreferenceDatasetKind:
         if dropped:
             named = _join_first_names([f"line {number}: {reason}" for number, reason in dropped], "; ")
             logger.warning("%s: %d lines are left out: %s", prefix, len(dropped), named)
+        if parser.unread_columns:
+            logger.warning("%s: columns that are not read: %s", prefix, ", ".join(parser.unread_columns))
         if not rows:
             raise DataError(f"{prefix} holds no row of answers")
         return PreferenceRowSource(prefix, tuple(rows))

@@ -1,27 +1,32 @@
-"""Lines of JSON to answers as ids, in TRL's forms.
+"""Lines of JSON to answers as ids, in TRL's forms, with TRL's ids.
 
     {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}                    dpo and reward: text
     {"prompt": [messages], "chosen": [messages], "rejected": [messages]}       conversations; prompts may be left out, and are then what
     {"chosen": [messages], "rejected": [messages], "margin": 0.5}              both answers begin with; margins are of reward models
     {"prompt": "2 + 2 =", "completion": " 4", "label": true}                   kto: text or conversations, one answer a line
 
-Conversations are written by the tokenizer's chat template, as with --sft; the last answer is the one that is judged. Text is
-written as it stands, with the end of document after each answer. Lines that cannot be used are left out, counted and named.
+Text is tokenized as one, prompt and answer, with the end of document after the answer, once; names of special tokens in it are those tokens.
+Conversations are written by the tokenizer's chat template, with "tools" and "chat_template_kwargs" of the row. What is judged begins where
+the ids of the prompt (with the invitation to answer) and those of the whole part, for both answers of a pair. Lines that cannot be used
+are left out, counted and named.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from megatron.core.config.foreign_mapping import ForeignMapping
+from megatron.core.datasets.conversation_rows import tools_and_variables
 from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.special_tokens import count_ids_around_text
+from megatron.core.datasets.special_tokens import tokenize_marked_text
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.preference.settings import Task
 
@@ -62,15 +67,30 @@ class LabeledAnswer:
 Row = PreferencePair | LabeledAnswer
 
 
+# Columns that TRL reads and that have no counterpart here -> what to do instead. It passes over all that it does not know, and so does this.
+_ANSWERS_WITHOUT_TEXT = "are ids already; give the answers as text or as messages"
+_REFUSED_COLUMNS = {
+    **dict.fromkeys(("image", "images"), "are not read by a network of text"),
+    **dict.fromkeys(
+        ("prompt_ids", "chosen_ids", "rejected_ids", "completion_ids", "chosen_input_ids", "rejected_input_ids"),
+        _ANSWERS_WITHOUT_TEXT,
+    ),
+    **dict.fromkeys(
+        ("ref_chosen_logps", "ref_rejected_logps", "ref_logps"),
+        "are a reference's; --preference-reference-cache computes and keeps them",
+    ),
+}
+
+
 class PreferenceRowParser:
     """Parses lines of JSON to rows. template: of conversations, as in `ConversationEncoder`. task: what the rows are
-    for.
+    for. unread_columns: names of columns that were passed over, as TRL does.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, task: Task = "dpo") -> None:
         self.tokenizer, self.task, self._template = tokenizer, task, template
+        self.unread_columns: dict[str, None] = {}
         self._encoder: ConversationEncoder | None = None
-        self._frame: tuple[int, int] | None = None
 
     def parse_row_line(self, line: bytes) -> Row | None:
         """Return the row of a line; None for a blank one. `DataError` if it is invalid."""
@@ -80,44 +100,51 @@ class PreferenceRowParser:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"not JSON: {error}") from error
-        if self.task == "kto":
-            return self._parse_labeled_answer(row)
-        return self._parse_pair(row)
-
-    def _parse_pair(self, row: Any) -> PreferencePair:
-        """Return the pair of a JSON object. `DataError` if it is invalid."""
-        if not isinstance(row, dict) or not {"chosen", "rejected"} <= row.keys():
-            raise DataError('no "chosen" and "rejected"')
-        chosen, rejected, margin = row["chosen"], row["rejected"], row.get("margin", 0.0)
-        if chosen == rejected:
+        columns = ForeignMapping(row if isinstance(row, dict) else {})
+        names = ("completion",) if self.task == "kto" else ("chosen", "rejected")
+        answers = {name: columns.pop_or_none(name) for name in names}
+        if missing := _missing_columns_message(columns, answers, self.task):
+            raise DataError(missing)
+        if self.task != "kto" and answers["chosen"] == answers["rejected"]:
             raise DataError("both answers are the same")
-        if not isinstance(margin, (int, float)) or isinstance(margin, bool):
-            raise DataError('"margin" is no number')
-        first, second = self._encode_answers(row.get("prompt"), {"chosen": chosen, "rejected": rejected})
-        if np.array_equal(first, second):
+        label, margin = self._take_label_and_margin(columns)
+        encoded = self._encode_answers(columns, answers)
+        for name in columns.keys_left():
+            if name in _REFUSED_COLUMNS:
+                raise DataError(f'"{name}" {_REFUSED_COLUMNS[name]}')
+            self.unread_columns[name] = None
+        if self.task == "kto":
+            return LabeledAnswer(encoded[0], label)
+        if np.array_equal(encoded[0], encoded[1]):
             raise DataError("both answers are the same ids")
-        return PreferencePair(first, second, float(margin))
+        return PreferencePair(encoded[0], encoded[1], margin)
 
-    def _parse_labeled_answer(self, row: Any) -> LabeledAnswer:
-        """Return the labeled answer of a JSON object. `DataError` if it is invalid."""
-        if not isinstance(row, dict) or not {"prompt", "completion", "label"} <= row.keys():
-            raise DataError('no "prompt", "completion" and "label"')
-        if not isinstance(row["label"], bool):
+    def _take_label_and_margin(self, columns: ForeignMapping) -> tuple[bool, float]:
+        """Return the label (kto) and the margin (reward) of a row; `DataError` if it is none."""
+        label = columns.pop_or_none("label") if self.task == "kto" else False
+        if not isinstance(label, bool):
             raise DataError('"label" is neither true nor false')
-        (answer,) = self._encode_answers(row["prompt"], {"completion": row["completion"]})
-        return LabeledAnswer(answer, row["label"])
+        margin = columns.pop_or_none("margin") if self.task == "reward" else None
+        margin = 0.0 if margin is None else margin
+        if not isinstance(margin, (int, float)) or isinstance(margin, bool) or not math.isfinite(margin):
+            raise DataError('"margin" is no number')
+        return label, float(margin)
 
-    def _encode_answers(self, prompt: Any, answers: dict[str, Any]) -> list[np.ndarray]:
+    def _encode_answers(self, columns: ForeignMapping, answers: Mapping[str, Any]) -> list[np.ndarray]:
         """Return the ids of each answer with its prompt; all are text, or all are lists of messages."""
-        kinds = {type(answer) for answer in answers.values()}
-        if kinds == {str}:
-            encoded = self._encode_text_answers(prompt, list(answers.values()))
-        elif kinds == {list}:
-            encoded = self._encode_conversations(prompt or [], list(answers.values()))
-        else:
+        prompt, kinds = columns.pop_or_none("prompt"), {type(answer) for answer in answers.values()}
+        if kinds not in ({str}, {list}):
             raise DataError(
                 f"{' and '.join(json.dumps(name) for name in answers)} are both text, or both lists of messages"
             )
+        try:
+            if kinds == {str}:
+                encoded = self._encode_text_answers(prompt, list(answers.values()))
+            else:
+                options = tools_and_variables(columns)
+                encoded = self._encode_conversations(prompt, list(answers.values()), *options)
+        except ValueError as error:
+            raise DataError(f"text that the tokenizer does not take: {error}") from error
         for name, ids in zip(answers, encoded, strict=True):
             if not (ids[1:] >= 0).any():
                 raise DataError(f"the {name} answer has no tokens")
@@ -134,48 +161,66 @@ class PreferenceRowParser:
             raise DataError('"prompt" is text where the answers are')
         if not all(answers):
             raise DataError("an answer is empty")
-        try:
-            return [self._encode_answer_behind_prompt(prompt, answer) for answer in answers]
-        except ValueError as error:
-            raise DataError(f"text that the tokenizer does not take: {error}") from error
+        return _mark_prompts(
+            tokenize_marked_text(self.tokenizer, prompt),
+            [tokenize_marked_text(self.tokenizer, prompt + answer, ends=True) for answer in answers],
+        )
 
-    def _encode_answer_behind_prompt(self, prompt: str, answer: str) -> np.ndarray:
-        """Encode prompt and answer as one text if that keeps the ids of the prompt, else each by itself; the prompt as
-        ~id.
-        """
-        if self._frame is None:
-            self._frame = count_ids_around_text(self.tokenizer)
-        before, after = self._frame
-
-        def ids_without_end_tokens(text: str) -> list[int]:
-            ids = list(self.tokenizer.tokenize(text))
-            return ids[: len(ids) - after]
-
-        start, whole = ids_without_end_tokens(prompt), ids_without_end_tokens(prompt + answer)
-        rest = whole[len(start) :] if whole[: len(start)] == start else ids_without_end_tokens(answer)[before:]
-        if not start and self.task != "reward":  # something that the first id of the answer is predicted from
-            start = [self.tokenizer.eod]
-        return np.concatenate([~np.array(start, np.int32), np.array([*rest, self.tokenizer.eod], np.int32)])
-
-    def _encode_conversations(self, prompt: Any, answers: list[list[Any]]) -> list[np.ndarray]:
-        """Encode conversations by the chat template; only the last answer is learnt. `DataError` if invalid."""
-        if not isinstance(prompt, list):
-            raise DataError('"prompt" is a list of messages where the answers are')
-        if self._encoder is None:
-            self._encoder = ConversationEncoder(self.tokenizer, self._template)
-        whole = [[*prompt, *answer] for answer in answers]
-        for messages in whole:
+    def _encode_conversations(
+        self, prompt: Any, answers: list[list[Any]], tools: Any, variables: Mapping[str, Any]
+    ) -> list[np.ndarray]:
+        """Encode conversations by the chat template. tools, variables: of the template. `DataError` if invalid."""
+        prompt, answers = _explicit_prompt(prompt, answers, self.task)
+        for messages in (prompt, *answers):
             if any(not isinstance(one, dict) or not isinstance(one.get("role"), str) for one in messages):
                 raise DataError('a message has no "role"')
-            if not messages or messages[-1]["role"] != "assistant" or not messages[-1].get("content"):
+        for messages in answers:
+            if not messages or messages[-1]["role"] != "assistant" or not any(map(messages[-1].get, _ANSWER_KEYS)):
                 raise DataError("the last message is no answer of the assistant's")
-        try:
-            ids = self._encoder.encode_conversations(
-                [self._encoder.template.render_segments(messages) for messages in whole]
-            )
-        except ValueError as error:
-            raise DataError(f"text that the tokenizer does not take: {error}") from error
-        return list(map(_keep_last_answer, ids))
+        if self._encoder is None:
+            self._encoder = ConversationEncoder(self.tokenizer, self._template)
+        template = self._encoder.template
+        begin = [template.render_with_generation_prompt(prompt, tools, variables)] if prompt else []
+        whole = [[*prompt, *messages] for messages in answers]
+        rendered = [
+            template.render_segments(messages, tools, variables, prompt=len(prompt) or len(messages) - 1)
+            for messages in whole
+        ]
+        ids = [(one ^ (one >> 31)).tolist() for one in self._encoder.encode_conversations([*begin, *rendered])]
+        return _mark_prompts(ids[0] if prompt else [], ids[len(begin) :])
+
+
+_ANSWER_KEYS = ("content", "tool_calls", "reasoning_content", "thinking")
+
+
+def _missing_columns_message(columns: ForeignMapping, answers: Mapping[str, Any], task: Task) -> str:
+    """Return what a row lacks for its task, with the way out; "" if nothing. answers: None where there is none."""
+    given = columns.mapping
+    if task != "kto":
+        way_out = "; rows of one answer each are read by --finetune-task kto" if "completion" in given else ""
+        return f'no "chosen" and "rejected"{way_out}' if None in answers.values() else ""
+    if None not in answers.values() and {"prompt", "label"} <= given.keys():
+        return ""
+    way_out = "; write each answer of a pair as a row of its own" if "chosen" in given else ""
+    return f'no "prompt", "completion" and "label"{way_out}'
+
+
+def _explicit_prompt(prompt: Any, answers: list[list[Any]], task: Task) -> tuple[list[Any], list[list[Any]]]:
+    """Return the messages of the prompt, and of each answer without them: without a prompt, those that all answers begin
+    with, as TRL's `extract_prompt`. `DataError` if there are none.
+    """
+    if isinstance(prompt, str) and all(one and one[0] == {"role": "user", "content": prompt} for one in answers):
+        prompt = None  # as in UltraFeedback: a copy of the first message, which both answers have
+    if prompt is not None and not isinstance(prompt, list):
+        raise DataError('"prompt" is a list of messages where the answers are; leave it out where they begin with it')
+    if prompt or task == "reward":
+        return prompt or [], answers
+    shortest = min(map(len, answers))
+    differing = (place for place in range(shortest) if any(one[place] != answers[0][place] for one in answers))
+    common = next(differing, shortest - 1)
+    if common < 1:
+        raise DataError('the answers have no message in common; give it as "prompt"')
+    return answers[0][:common], [one[common:] for one in answers]
 
 
 def _common_prefix_of_answers(answers: Sequence[str]) -> str:
@@ -184,14 +229,13 @@ def _common_prefix_of_answers(answers: Sequence[str]) -> str:
     return common[:-1] if common.endswith(" ") else common
 
 
-def _keep_last_answer(ids: np.ndarray) -> np.ndarray:
-    """Return the ids with only the last run of learnt ids kept so, [tokens]; earlier answers become part of the prompt."""
-    earlier = np.flatnonzero(ids < 0)
-    learnt = np.flatnonzero(ids >= 0)
-    if len(learnt) == 0:
-        return ids
-    start = int(earlier[earlier < learnt[-1]].max(initial=-1)) + 1
-    return np.concatenate([np.where(ids[:start] < 0, ids[:start], ~ids[:start]), ids[start:]])
+def _mark_prompts(prompt: Sequence[int], whole: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Return all ids as int32, those of the prompt as ~id: as many as all sequences have in common with it, as in TRL.
+
+    Fewer than it has where its last token and an answer's first are one in the whole.
+    """
+    common = len(os.path.commonprefix([list(prompt), *map(list, whole)]))
+    return [np.concatenate([~np.array(ids[:common], np.int32), np.array(ids[common:], np.int32)]) for ids in whole]
 
 
 def parse_preference_rows(

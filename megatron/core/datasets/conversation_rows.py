@@ -102,7 +102,7 @@ class ConversationRowParser:
             if messages[0]["role"] == "system":
                 raise DataError('"system" and a first message of the system: keep one')
             messages = [{"role": "system", "content": system}, *messages]
-        tools, variables = _tools_and_variables(keys)
+        tools, variables = tools_and_variables(keys)
         return [ConversationRow(part, tools, variables) for part in _split_at_system_messages(messages)]
 
     def _parse_completion(self, keys: ForeignMapping) -> ConversationRow | TextRow:
@@ -113,7 +113,7 @@ class ConversationRowParser:
                 raise DataError("the completion is empty")
             return TextRow(prompt, completion)
         given, answer = self._messages(prompt, "prompt"), self._messages(completion, "completion")
-        return ConversationRow([*given, *answer], *_tools_and_variables(keys), len(given))
+        return ConversationRow([*given, *answer], *tools_and_variables(keys), len(given))
 
     def _messages(self, value: Any, name: str) -> list[Message]:
         """Return a list of messages, with ShareGPT's names replaced. `DataError` for what is none."""
@@ -155,7 +155,7 @@ def _message(given: Any, where: str) -> Message:
     return message
 
 
-def _tools_and_variables(keys: ForeignMapping) -> tuple[Any, Mapping[str, Any]]:
+def tools_and_variables(keys: ForeignMapping) -> tuple[Any, Mapping[str, Any]]:
     """Take a row's tools and the variables of its template. `DataError` if they are none."""
     tools, variables = keys.pop_or_none("tools"), keys.pop_or_none("chat_template_kwargs") or {}
     if isinstance(tools, str):

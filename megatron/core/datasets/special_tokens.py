@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.base import Tokenizer, tokenize_around_special
 
 IMAGE = "<image>"  # what stands for an image in a text
 
@@ -41,6 +41,25 @@ def count_ids_around_text(tokenizer: Tokenizer) -> tuple[int, int]:
         f"the tokenizer gives {empty} to no text and {letter} to '1', so that it cannot tokenize a text in "
         "pieces, as --fim-data, --sft and the tasks do; choose another"
     )
+
+
+def tokenize_marked_text(tokenizer: Tokenizer, text: str, *, ends: bool = False) -> list[int]:
+    """Return the ids of a text as transformers' tokenizers give them: names of special tokens are tokens, and what the
+    tokenizer puts before every text stands before it. ends: the end of document stands behind it, once; what the tokenizer
+    puts there is left out. `ValueError` for text that cannot be encoded.
+    """
+    before, after = count_ids_around_text(tokenizer)
+
+    def without_frame(part: str) -> list[int]:
+        ids = list(tokenizer.tokenize(part))
+        return ids[before : len(ids) - after]
+
+    if tokenizer.tokenize_with_special("1") == without_frame("1"):
+        inner = list(tokenizer.tokenize_with_special(text))
+    else:  # a kind that frames each part
+        inner = tokenize_around_special(text, tokenizer.special, without_frame)
+    end = [tokenizer.eod] if ends and inner[-1:] != [tokenizer.eod] else []
+    return [*tokenizer.tokenize("")[:before], *inner, *end]
 
 
 def encode_without_special_tokens(

@@ -80,9 +80,8 @@ def test_conversations_compare_their_last_answers(reader: PreferenceRowParser, e
     pair = reader.parse_row_line(json.dumps(row).encode())
     assert pair is not None
     prompt, answer = text_of(pair.chosen)
-    assert (
-        answer == "So.<|im_end|>" and prompt.count("So.") == 1 and text_of(pair.rejected) == (prompt, "No.<|im_end|>")
-    )
+    assert answer == "So.<|im_end|>\n" and prompt.count("So.") == 1, "what follows the prompt is judged, as in TRL"
+    assert text_of(pair.rejected) == (prompt, "No.<|im_end|>\n")
 
 
 BROKEN: list[tuple[Any, str]] = [
