@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,6 +26,7 @@ from tqdm import tqdm
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.rl.planned_memory import memory_parts_text
 from megatron.tools.parser import (
@@ -35,10 +38,11 @@ from megatron.tools.parser import (
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import ENTRIES, parse_training_command
 from megatron.trust.flags.repair import RunSetup
-from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
+from megatron.trust.plan.analytic_estimate import AnalyticEstimate, with_padded_vocabulary
 from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import PROFILES, Hardware, hardware_of
-from megatron.trust.plan.layout_search import search_layouts
+from megatron.trust.plan.layer_profile import LayerProfiler
+from megatron.trust.plan.layout_search import LayerEstimator, search_layouts
 from megatron.trust.plan.planner import DryRunner, add_memory_saving_changes, estimate_run
 from megatron.trust.plan.report import (
     layout_search_report_values,
@@ -47,6 +51,7 @@ from megatron.trust.plan.report import (
     run_estimate_text,
     run_estimate_values,
 )
+from megatron.trust.plan.stage_estimate import can_profile, profiled_estimate
 from megatron.trust.simulate.collective_matching import match_collectives
 from megatron.trust.units import bytes_text
 
@@ -64,13 +69,16 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     )
     parser.add_argument("--search", action="store_true", help="look at all layouts, instead of the one that is given")
     parser.add_argument(
-        "--plans", type=int, default=3, help="--search: layouts to run dry, 0: formulas alone (default: 3)"
+        "--plans",
+        type=int,
+        default=3,
+        help="--search: layouts to run dry, 0: only one layer of each kind of the best ones (default: 3)",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=120.0,
-        help="--search, and changes that would make it fit: when to stop (default: 120)",
+        help="--search, and changes that would make it fit: when to stop, by the clock (default: 120)",
     )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     parser.add_argument(
@@ -125,16 +133,33 @@ def resolve_setup_or_exit(options: argparse.Namespace, words: Sequence[str]) -> 
     return setting, config if broken else with_padded_vocabulary(config, options.true_vocab_size)
 
 
-def make_dry_runner(hardware: Hardware) -> DryRunner:
-    """Return the dry run function, which needs torch, with the document attention that this hardware has."""
+def make_dry_runner(hardware: Hardware, *, until: float = math.inf) -> DryRunner:
+    """Return the dry run function, which needs torch, with the document attention that this hardware has. until: see `dry_run`."""
     from megatron.trust.simulate.dry_run import dry_run
 
-    return partial(dry_run, varlen=hardware.fused)
+    return partial(dry_run, varlen=hardware.fused, until=until)
+
+
+def make_layer_estimator(hardware: Hardware, passes: int, *, until: float) -> LayerEstimator:
+    """Return the function that estimates a layout from dry runs of its layers, which need torch. passes: see `step_cost`;
+    until: see `dry_run`.
+    """
+    from megatron.trust.simulate.one_microbatch import layer_runner
+
+    profiler = LayerProfiler(hardware, layer_runner(varlen=hardware.fused, until=until))
+
+    def estimate_from_layers(config: RunConfig, world_size: int) -> AnalyticEstimate | None:
+        if not can_profile(config):
+            return None
+        return profiled_estimate(config, world_size, profiler, stage_specs_of_run(config), passes=passes)
+
+    return estimate_from_layers
 
 
 def search_and_print_layouts(options: argparse.Namespace, setting: RunSetup, hardware: Hardware) -> int:
     """Search and print the layouts that fit; return the exit code."""
-    dry_run = make_dry_runner(hardware) if options.plans else None
+    until = time.monotonic() + options.seconds
+    dry_run = make_dry_runner(hardware, until=until) if options.plans else None
 
     def peak_and_step_time(config: RunConfig, world_size: int) -> tuple[int, StepTime]:
         assert dry_run is not None, "a search without dry runs plans nothing"
@@ -152,6 +177,7 @@ def search_and_print_layouts(options: argparse.Namespace, setting: RunSetup, har
             hardware,
             true_vocab_size=options.true_vocab_size,
             planner=peak_and_step_time if options.plans else None,
+            estimator=make_layer_estimator(hardware, setting.passes, until=until),
             plans=options.plans,
             seconds=options.seconds,
             progress=update_progress_bar,

@@ -105,10 +105,13 @@ class Trainer:
             stage.train(training)
 
 
-def build_trainer(run: RunContext, model: ModelProvider, forward_step: ForwardStep) -> Trainer:
-    """Build this rank's stages with their initial values, their buckets and the optimizer."""
+def build_trainer(
+    run: RunContext, model: ModelProvider, forward_step: ForwardStep, *, specs: tuple[StageSpec, ...] | None = None
+) -> Trainer:
+    """Build this rank's stages with their initial values, their buckets and the optimizer. specs: other stages than the run's."""
     config, mesh = run.config, run.mesh
-    specs = tuple(spec for spec in stage_specs_of_run(config) if spec.rank == mesh.pp.rank)
+    if specs is None:
+        specs = tuple(spec for spec in stage_specs_of_run(config) if spec.rank == mesh.pp.rank)
     stages = [model(run, spec) for spec in specs]
     for stage in stages:
         freeze_untrained(stage, config.model.adapter, mesh)

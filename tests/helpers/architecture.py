@@ -92,6 +92,7 @@ LATE_OWN = (
     ("megatron/tools/check_config.py", "megatron.trust.flags.layout_build_check.check_layout_parameters"),
     ("megatron/tools/check_parity.py", "megatron.trust.parity.serial_comparison.run_layout_parity_check"),
     ("megatron/tools/plan.py", "megatron.trust.simulate.dry_run.dry_run"),
+    ("megatron/tools/plan.py", "megatron.trust.simulate.one_microbatch.layer_runner"),
     ("megatron/tools/plan.py", "megatron.trust.plan.measure.measure_hardware"),
 )
 FLAG_READERS = (

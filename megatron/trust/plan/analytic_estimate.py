@@ -15,8 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.config.plan import StageSpec
+from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.models.flops import BYTES, estimate_memory_by_pipeline_rank, flops_per_sample
+from megatron.core.models.flops import (
+    BYTES,
+    estimate_memory_by_pipeline_rank,
+    flops_per_image,
+    flops_per_sample,
+    flops_per_token,
+    owned_bytes_per_parameter,
+)
 from megatron.trust.plan.cost import FORWARD, StepTime, step_time_from_seconds
 from megatron.trust.plan.hardware import Hardware, collective_seconds
 
@@ -24,7 +32,7 @@ from megatron.trust.plan.hardware import Hardware, collective_seconds
 # inside of the region that tensor ranks share; and its kernels.
 OUTSIDE, INSIDE, KERNELS = 10, 12, 30
 LOGITS = 13  # passes over the fp32 logits in loss and gradient
-UPDATE_BYTES = 34  # read and written for each parameter by norm, clipping, Adam and the cast
+UPDATE_KERNELS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +92,12 @@ def analytic_estimate(
     slowest, chunks = max(both), len(stages) // config.parallel.pp
     # Where gradients of weights wait: by the schedules' own formulas, with a third of a pass for each of its three parts.
     fill = (config.parallel.pp - 1) / {"zb-h1": 3, "zb-v": 6}.get(config.parallel.pipeline_schedule, chunks)
-    late, update = _reduction_and_update_seconds(
-        config, world_size, hardware, max(one.parameters for one in held), slowest
-    )
     busiest = [stage for stage in stages if stage.rank == both.index(slowest)]
-    # A third of a forward and backward pass, as it is of the matrix products.
-    extra = (
-        passes
-        * (count + (config.parallel.pp - 1) / chunks)
-        * _stage_pass_seconds(config, busiest, forward, 0.0, ends)
-        / 3
+    ahead = _stage_pass_seconds(config, busiest, forward, 0.0, ends) / 3
+    late, update = reduction_and_update_seconds(
+        config, world_size, hardware, trained=max(one.trained for one in held), forward=ahead, backward=slowest - ahead
     )
+    extra = passes * (count + (config.parallel.pp - 1) / chunks) * ahead
     seconds = (count + fill) * slowest + late + update
     layers = sum(len(stage.layers) for stage in busiest)
     share = {name: count * layers * part for name, part in parts.items() if part}
@@ -157,10 +160,13 @@ def _layer_seconds(
 def _total_layer_and_attention_flops(config: RunConfig) -> tuple[float, float]:
     """Return the FLOPs of all layers for one sample, forward and backward: (products, attention)."""
     model, train = config.model, config.train
-    whole = flops_per_sample(model, train.seq_length, "causal", decoder_length=train.decoder_seq_length)
+    length = train.seq_length
+    if model.architecture == "vit":
+        return flops_per_image(model), 0.0
     if model.architecture == "t5":
+        whole = flops_per_sample(model, length, "causal", decoder_length=train.decoder_seq_length)
         return whole - _output_layer_flops(config), 0.0
-    products = train.seq_length * flops_per_sample(model, 1, "causal")
+    whole, products = length * flops_per_token(model, length, "causal"), length * flops_per_token(model, 1, "causal")
     return products - _output_layer_flops(config), whole - products
 
 
@@ -194,20 +200,55 @@ def _stage_pass_seconds(config: RunConfig, stages: list[StageSpec], layer: float
     return layers * layer + repeated * again + head * any(stage.has_output for stage in stages)
 
 
-def _reduction_and_update_seconds(
-    config: RunConfig, world_size: int, hardware: Hardware, parameters: int, last: float
+def reduction_and_update_seconds(
+    config: RunConfig, world_size: int, hardware: Hardware, *, trained: int, forward: float, backward: float
 ) -> tuple[float, float]:
-    """Return seconds of (gradient reduction that is not overlapped, update and all-gather of new weights). last:
-    seconds of a backward pass. parameters: on this rank.
+    """Return seconds of (gradient reduction that is not overlapped, update and all-gather of new weights that are not).
+
+    trained: parameters of this rank that have gradients. forward, backward: seconds of a rank's passes of one microbatch.
     """
-    parallel, at = config.parallel, rank0_groups(config, world_size)["dp_cp"]
-    gradients, weights = (
-        parameters * BYTES[config.precision.gradient_dtype_name],
-        parameters * BYTES[config.precision.param_dtype_name],
+    parallel, ranks = config.parallel, rank0_groups(config, world_size)["dp_cp"]
+    weight, gradient = BYTES[config.precision.param_dtype_name], BYTES[config.precision.gradient_dtype_name]
+    tied = _tied_embedding_seconds(config, world_size, hardware)
+    if parallel.use_torch_fsdp2:  # which sums and gathers within the passes
+        return 0.0, tied + _update_seconds(config, hardware, trained / len(ranks), trained / len(ranks))
+    sharded, buckets = parallel.use_distributed_optimizer, _num_buckets(parallel, trained, len(ranks))
+    summed, gathered = (
+        buckets * collective_seconds(name, trained / buckets * size, ranks, hardware)
+        for name, size in (("reduce_scatter" if sharded else "all_reduce", gradient), ("all_gather", weight))
     )
-    sharded = parallel.use_distributed_optimizer
-    summed = collective_seconds("reduce_scatter" if sharded else "all_reduce", gradients, at, hardware)
-    late = max(0.0, summed - 0.6 * last) if parallel.overlap_grad_reduce else summed
-    gathered = collective_seconds("all_gather", weights, at, hardware) if sharded else 0.0
-    gathered = max(0.0, gathered - 0.3 * last) if parallel.overlap_param_gather else gathered
-    return late, gathered + parameters * UPDATE_BYTES / (len(at) if sharded else 1) / hardware.memory_rate
+    gathered *= sharded
+    if parallel.overlap_grad_reduce:  # the last bucket is complete when the pass ends
+        summed = max(summed / buckets, summed - backward * (1 - 1 / buckets))
+    if parallel.overlap_param_gather:
+        gathered = gathered / buckets + max(0.0, gathered * (1 - 1 / buckets) - forward)
+    owned = trained / (len(ranks) if sharded else 1)
+    return summed, tied + gathered + _update_seconds(config, hardware, trained, owned)
+
+
+def _tied_embedding_seconds(config: RunConfig, world_size: int, hardware: Hardware) -> float:
+    """Return the seconds in which the first and the last stage sum the gradients of an embedding that both have."""
+    model, line = config.model, rank0_groups(config, world_size)["pp"]
+    if model.untie_embeddings_and_output_weights or len(line) == 1 or model.architecture == "vit":
+        return 0.0
+    moved = model.padded_vocab_size * model.hidden_size / config.parallel.tp
+    moved *= BYTES[config.precision.gradient_dtype_name]
+    return collective_seconds("all_reduce", moved, (line[0], line[-1]), hardware)
+
+
+def _num_buckets(parallel: ParallelConfig, trained: int, ranks: int) -> int:
+    """Return the number of buckets whose gradients are reduced by themselves."""
+    if parallel.ddp_num_buckets is not None:
+        return parallel.ddp_num_buckets
+    if parallel.ddp_bucket_size is None and not (parallel.overlap_grad_reduce or parallel.overlap_param_gather):
+        return 1
+    return max(1, round(trained / (parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks))))
+
+
+def _update_seconds(config: RunConfig, hardware: Hardware, trained: float, owned: float) -> float:
+    """Return the seconds in which gradients are zeroed, and norm, clipping, update and cast pass over what a rank owns of them."""
+    weight, gradient = BYTES[config.precision.param_dtype_name], BYTES[config.precision.gradient_dtype_name]
+    passes = gradient + owned_bytes_per_parameter(config) + 4  # the norm; the update's state and its fp32 gradient
+    passes += gradient + 4 if gradient < 4 else 0  # the copy that is that gradient
+    passes += 4 + weight if weight < 4 else weight  # the cast of the master; or the weight itself
+    return (2 * gradient * trained + passes * owned) / hardware.memory_rate + UPDATE_KERNELS * hardware.launch

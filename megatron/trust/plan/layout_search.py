@@ -1,22 +1,26 @@
 """Find the layouts in which a run fits, ranked by estimated time, and say why the others do not fit.
 
 Every division of the ranks into tensor x context x pipeline x data, with interleaving, expert sizes, micro batch, recomputation and the
-distributed optimizer, passes three filters, the cheapest first:
+distributed optimizer, passes four filters, the cheapest first:
 
     rules       the run's own; a layout that breaks one is rejected with the rule and its numbers
     formulas    memory and time by analytic_estimate.py; what exceeds the memory without temporaries cannot fit
-    dry runs    the best remaining ones, with their real peak memory and the time of their real schedule
+    layers      the best remaining ones, from dry runs of one layer of each kind (stage_estimate.py)
+    dry runs    the best of these, with their real peak memory and the time of their real schedule
 
-The network, the global batch and the number formats stay as given. The first two filters look at all layouts; the third at as many as allowed.
+The network, the global batch and the number formats stay as given. The first two filters look at all layouts, the third until the
+BEST are known, the last at as many as allowed. A layout is shown before those of which less is known.
 """
 
 from __future__ import annotations
 
+import random
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from megatron.core.config.flags import flag_name
 from megatron.core.config.settings.run import RunConfig
@@ -48,8 +52,13 @@ RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
 MICRO = (1, 2, 4, 8)
 LONG = 8192  # tokens from which context parallelism is worth a try
 MOST_CHUNKS = 8
+BEST = 10  # layouts that are estimated from their layers
 Progress = Callable[[int, int, str], None]
-Planner = Callable[[RunConfig, int], tuple[int, StepTime]]  # peak bytes and time of a step, from a dry run
+# Peak bytes and time of a step, from a dry run. `TimeoutError` if its time is up.
+Planner = Callable[[RunConfig, int], tuple[int, StepTime]]
+# As `profiled_estimate`; None if the layout cannot be estimated so. `TimeoutError` if its time is up.
+LayerEstimator = Callable[[RunConfig, int], AnalyticEstimate | None]
+Source = Literal["dry run", "layers", "formulas"]  # of an estimate, the best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +141,13 @@ class RejectedLayout:
 
 @dataclass(frozen=True, slots=True)
 class FittingLayout:
-    """A layout that fits. needs: bytes of its fullest rank. planned: whether a dry run confirmed it."""
+    """A layout that fits. needs: bytes of its fullest rank. source: what its bytes and its time are known from."""
 
     layout: CandidateLayout
     config: RunConfig
     needs: float
     time: StepTime
-    planned: bool = False
+    source: Source = "formulas"
 
 
 @dataclass(slots=True)
@@ -202,21 +211,29 @@ def search_layouts(
     *,
     true_vocab_size: int,
     planner: Planner | None,
+    estimator: LayerEstimator | None = None,
     plans: int = 3,
     seconds: float = 120.0,
     progress: Progress = lambda done, whole, what: None,
 ) -> LayoutRanking:
-    """Search all layouts of a setting. planner: makes a dry run; None: formulas only. plans: number of dry runs. seconds: time limit."""
+    """Search all layouts of a setting. estimator, planner: None leaves out the third, the fourth filter. plans: number of
+    layouts that are to fit by a dry run. seconds: limit of time by the clock.
+    """
     started, ranking = time.monotonic(), LayoutRanking()
     divisions = list(rank_divisions(setting, hardware.node))
+    random.Random(0).shuffle(divisions)  # so that a search that is cut short has seen some of all kinds
+    later = (planner is not None) + (estimator is not None)
     for done, shape in enumerate(divisions):
         progress(done, len(divisions), "rules and formulas")
-        if time.monotonic() - started > seconds * (0.6 if planner else 1.0):
+        if time.monotonic() - started > seconds / (1 + later):
             ranking.complete = False
             break
         _add_layout_variants_to_ranking(setting, shape, hardware, true_vocab_size, ranking)
     progress(len(divisions), len(divisions), "rules and formulas")
     ranking.fits.sort(key=_layout_sort_key)
+    if estimator is not None:
+        until = started + seconds * (0.7 if planner else 1.0)
+        _estimate_best_layouts(ranking, setting.world_size, hardware, estimator, until=until, progress=progress)
     if planner is not None:
         _dry_run_best_layouts(
             ranking, setting.world_size, hardware, planner, plans=plans, until=started + seconds, progress=progress
@@ -224,9 +241,9 @@ def search_layouts(
     return ranking
 
 
-def _layout_sort_key(one: FittingLayout) -> tuple[bool, float, float]:
-    """Sort key: layouts with a dry run first, then by time, then by memory."""
-    return not one.planned, round(one.time.seconds, 9), one.needs
+def _layout_sort_key(one: FittingLayout) -> tuple[int, float, float]:
+    """Sort key: the layouts of which most is known first, then by time, then by memory."""
+    return get_args(Source).index(one.source), round(one.time.seconds, 9), one.needs
 
 
 def _add_layout_variants_to_ranking(
@@ -325,6 +342,51 @@ def _resolve_layout_or_reject(setting: RunSetup, layout: CandidateLayout, rankin
     return None
 
 
+def _estimate_best_layouts(
+    ranking: LayoutRanking,
+    world_size: int,
+    hardware: Hardware,
+    estimator: LayerEstimator,
+    *,
+    until: float,
+    progress: Progress,
+) -> None:
+    """Estimate the best layouts from their layers until the BEST are known; the next is always that which would be the fastest if the
+    formulas were as wrong for it as they were on average.
+    """
+    ratios, known, unknown = [1.0], 0, list(ranking.fits)
+    best: list[FittingLayout] = []
+
+    def expected_seconds(one: FittingLayout) -> float:
+        return one.time.seconds * statistics.fmean(ratios)
+
+    while unknown and (len(best) < BEST or expected_seconds(unknown[0]) < best[BEST - 1].time.seconds):
+        if time.monotonic() > until:
+            ranking.complete = False
+            break
+        one = unknown.pop(0)
+        progress(known, known + len(unknown), f"layers of {one.layout}")
+        try:
+            estimate = estimator(one.config, world_size)
+        except TimeoutError:
+            ranking.complete = False
+            break
+        if estimate is None:
+            continue
+        known += 1
+        ranking.fits.remove(one)
+        ratios.append(estimate.time.seconds / one.time.seconds)
+        if known == 1:
+            del ratios[0]  # what was believed before
+        if estimate.needs > hardware.usable_bytes():
+            says = _memory_excess_text(estimate.needs, hardware, estimate.position) + " by dry runs of its layers"
+            ranking.rejected.append(RejectedLayout(one.layout, ("memory",), (says,)))
+            continue
+        best.append(replace(one, needs=estimate.needs, time=estimate.time, source="layers"))
+        best.sort(key=_layout_sort_key)
+    ranking.fits = sorted([*best, *ranking.fits], key=_layout_sort_key)
+
+
 def _dry_run_best_layouts(
     ranking: LayoutRanking,
     world_size: int,
@@ -344,7 +406,11 @@ def _dry_run_best_layouts(
             ranking.complete = False
             break
         progress(fitting, plans, f"dry run {done + 1}: {one.layout}")
-        peak, step = planner(one.config, world_size)
+        try:
+            peak, step = planner(one.config, world_size)
+        except TimeoutError:
+            ranking.complete = False
+            break
         done += 1
         if peak > hardware.usable_bytes():
             ranking.fits.remove(one)
@@ -353,7 +419,7 @@ def _dry_run_best_layouts(
             )
         else:
             fitting += 1
-            ranking.fits[ranking.fits.index(one)] = replace(one, needs=peak, time=step, planned=True)
+            ranking.fits[ranking.fits.index(one)] = replace(one, needs=peak, time=step, source="dry run")
     progress(plans, plans, "dry runs")
     ranking.fits.sort(key=_layout_sort_key)
 

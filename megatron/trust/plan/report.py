@@ -274,7 +274,9 @@ def layout_search_text(ranking: LayoutRanking, flags: Iterable[str], most: int =
     """Return the result of a layout search as text: the best layouts, and why others were rejected. flags: of the fitting layouts, in order."""
     if ranking.fits:
         best = ranking.fits[0]
-        how = "run dry" if best.planned else "by formulas alone"
+        how = {"dry run": "run dry", "layers": "by dry runs of its layers", "formulas": "by formulas alone"}[
+            best.source
+        ]
         lines = [
             f"{len(ranking.fits)} of {ranking.tried:,} layouts fit; the fastest: {best.layout}: {seconds_text(best.time.seconds)} a step, "
             f"{bytes_text(best.needs)}, MFU {best.time.mfu:.1%} causal ({how})",
@@ -290,7 +292,7 @@ def layout_search_text(ranking: LayoutRanking, flags: Iterable[str], most: int =
                 count_text(one.time.tokens),
                 f"{one.time.mfu:.1%}",
                 f"{one.time.bubble:.1%}",
-                "dry run" if one.planned else "formulas",
+                one.source,
             ]
             for place, one in enumerate(ranking.fits[:most], start=1)
         ]
@@ -307,7 +309,7 @@ def layout_search_text(ranking: LayoutRanking, flags: Iterable[str], most: int =
         message = example.says[min(example.rules.index(rule), len(example.says) - 1)]
         lines.append(f"  {count:>6,} {rule:18} for example {example.layout}: {message}")
     if not ranking.complete:
-        lines += ["", "time was up before all were looked at; give more --seconds"]
+        lines += ["", "time was up before the best were known; give more --seconds"]
     return "\n".join(lines) + "\n"
 
 
@@ -322,7 +324,7 @@ def layout_search_report_values(ranking: LayoutRanking, flags: Sequence[str]) ->
                 "flags": words,
                 "needs": one.needs,
                 "time": asdict(one.time),
-                "planned": one.planned,
+                "source": one.source,
             }
             for one, words in zip(ranking.fits, flags, strict=True)
         ],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.core.config.plan import StageSpec
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
@@ -102,9 +104,16 @@ class _ForwardingFlightRecorder(FlightRecorder):
         self.recorder.consumer = str(what.consumer) if isinstance(what, Transfer) else ""
 
 
-def make_recorded_trainer(config: RunConfig, mesh: Mesh, recorder: StepRecorder, *, varlen: bool = False) -> Trainer:
+def make_recorded_trainer(
+    config: RunConfig,
+    mesh: Mesh,
+    recorder: StepRecorder,
+    *,
+    varlen: bool = False,
+    specs: tuple[StageSpec, ...] | None = None,
+) -> Trainer:
     """Build a trainer as every run does, with a flight recorder that reports to `recorder`.
-    varlen: attend to documents as a GPU's varlen kernel does, if the run would use it.
+    varlen: attend to documents as a GPU's varlen kernel does, if the run would use it. specs: as for `build_trainer`.
     """
     shared: dict[str, Any] = {
         "flight_recorder": _ForwardingFlightRecorder(recorder),
@@ -132,7 +141,7 @@ def make_recorded_trainer(config: RunConfig, mesh: Mesh, recorder: StepRecorder,
         streams=_NoOpRandomStreams(),
         log=logging.getLogger("megatron.dry_run"),
     )
-    trainer = build_trainer(run, *PROVIDERS[config.model.architecture])
+    trainer = build_trainer(run, *PROVIDERS[config.model.architecture], specs=specs)
     trainer.loss_names = trainer.note_names = ()  # ranks ask each other once, in their first step
     return trainer
 
@@ -224,11 +233,12 @@ def dry_run(
     whole: bool = False,
     follows: bool = False,
     varlen: bool = False,
+    until: float = math.inf,
 ) -> DryRunResult:
     """Simulate one step of every distinct kind of rank, or of the given ranks; return their traces. config: resolved,
     with its vocabulary. whole: all microbatches of the step; otherwise as many as the pipeline needs to reach its
     steady state. follows: simulate every microbatch op by op; otherwise repeated ones are replayed (memoization.py).
-    varlen: as for `make_recorded_trainer`.
+    varlen: as for `make_recorded_trainer`. until: `TimeoutError` at the first pass that begins later, by time.monotonic().
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -243,7 +253,9 @@ def dry_run(
     try:
         traces = tuple(
             _extrapolate_peak_memory(
-                fake_trace(short, lists, kind[0], world, 0 if follows else enough, varlen=varlen), enough, count
+                fake_trace(short, lists, kind[0], world, 0 if follows else enough, varlen=varlen, until=until),
+                enough,
+                count,
             )
             for kind in kinds
         )
@@ -355,30 +367,32 @@ def fake_trace(
     copied: int = 0,
     *,
     varlen: bool = False,
+    until: float = math.inf,
 ) -> Trace:
     """Simulate one rank's step on fake tensors (any shape) and return its trace.
-    copied: number of microbatches of the step, of which repeated ones are replayed; 0: simulate every one.
+    copied: number of microbatches of the step, of which repeated ones are replayed; 0: simulate every one. until: as for `dry_run`.
     """
     try:
-        with _fake_groups(len(lists["world"][0]), rank):
-            return _trace_in_fake_groups(config, lists, rank, world, copied, varlen)
+        with fake_groups(len(lists["world"][0]), rank):
+            return _trace_in_fake_groups(config, lists, rank, world, copied, varlen, until)
     except TraceMismatch as unlike:
         logging.getLogger("megatron.dry_run").debug("rank %d is followed op by op: %s", rank, unlike)
-    return fake_trace(config, lists, rank, world, varlen=varlen)
+    return fake_trace(config, lists, rank, world, varlen=varlen, until=until)
 
 
 def _trace_in_fake_groups(
-    config: RunConfig, lists: dict[str, RankLists], rank: int, world: FakeTensorCache, copied: int, varlen: bool
+    config: RunConfig,
+    lists: dict[str, RankLists],
+    rank: int,
+    world: FakeTensorCache,
+    copied: int,
+    varlen: bool,
+    until: float,
 ) -> Trace:
     """As `fake_trace`, within the process groups of this rank; a separate function so that nothing outlives them."""
-    mesh, ranks = _mesh_with_fake_groups(lists, rank)
-    recorder = FakeTensorRecorder(
-        ranks,
-        num_experts_and_topk(config),
-        world,
-        knows=config.parallel.hybrid_context_parallel,
-        masks=config.model.kernels.cross_entropy_fusion_impl == "linear",
-    )
+    mesh, ranks = mesh_with_fake_groups(lists, rank)
+    recorder = fake_recorder(config, ranks, world)
+    recorder.until = until
     with world.mode, recorder, recorder.patched_torch((world.mode,)):
         trainer = make_recorded_trainer(config, mesh, recorder, varlen=varlen)
         enable_mixed_dtype_addmm(trainer)
@@ -388,6 +402,17 @@ def _trace_in_fake_groups(
             else nullcontext()
         )
         return record_train_step(trainer, recorder, around)
+
+
+def fake_recorder(config: RunConfig, ranks: dict[str, tuple[int, ...]], world: FakeTensorCache) -> FakeTensorRecorder:
+    """Return the recorder of a run's step. ranks: name of a process group -> its global ranks."""
+    return FakeTensorRecorder(
+        ranks,
+        num_experts_and_topk(config),
+        world,
+        knows=config.parallel.hybrid_context_parallel,
+        masks=config.model.kernels.cross_entropy_fusion_impl == "linear",
+    )
 
 
 def enable_mixed_dtype_addmm(trainer: Trainer) -> None:
@@ -425,7 +450,7 @@ def num_experts_and_topk(config: RunConfig) -> tuple[int, int] | None:
 
 
 @contextmanager
-def _fake_groups(world_size: int, rank: int) -> Iterator[None]:
+def fake_groups(world_size: int, rank: int) -> Iterator[None]:
     """Within: a default process group of torch's fake backend, as this rank, and no garbage collection."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -449,7 +474,7 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _mesh_with_fake_groups(lists: dict[str, RankLists], rank: int) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
+def mesh_with_fake_groups(lists: dict[str, RankLists], rank: int) -> tuple[Mesh, dict[str, tuple[int, ...]]]:
     """Return a rank's mesh with fake process groups for its own axes only, and the ranks of each group by name."""
     mesh, ranks, axes = mesh_without_groups(lists, rank), {}, {}
     made: dict[tuple[int, ...], Any] = {}

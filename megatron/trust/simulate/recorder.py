@@ -7,7 +7,9 @@ data nobody knows which experts tokens choose, so under a recorder they choose a
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -106,7 +108,7 @@ class StepRecorder(TorchDispatchMode):
     """Torch dispatch mode that records the operations of a step; used as a context manager.
     ranks: name of a process group -> its global ranks. choices: (experts, experts chosen by a token) of a network with
     routers. axis: mesh axis of the next collective; consumer: the action that the next message is for. memory: tracks
-    storages. events: what was recorded.
+    storages. events: what was recorded. until: no action begins later than this, by time.monotonic().
     """
 
     def __init__(self, ranks: Mapping[str, tuple[int, ...]], choices: tuple[int, int] | None = None) -> None:
@@ -114,6 +116,7 @@ class StepRecorder(TorchDispatchMode):
         self.ranks, self.choices, self.axis, self.consumer = ranks, choices, "", ""
         self.memory, self.events = StorageTracker(), EventList()
         self.action, self._entered, self.module = "setup", "setup", ""
+        self.until = math.inf
         self._offloads = False  # something lies in the host's memory
         # Name of a process group -> its axis, of those over which FSDP2 cuts weights.
         self.shared: Mapping[str, str] = {}
@@ -128,6 +131,8 @@ class StepRecorder(TorchDispatchMode):
 
     def begin_action(self, action: str) -> None:
         """Start another action of the schedule, or another phase."""
+        if time.monotonic() > self.until:
+            raise TimeoutError(f"the time of a dry run was up before {action}")
         if action != self._entered:  # and not back in it, after data was read
             self.action = self._entered = action
             self.begins[action] = self.memory.clock

@@ -42,11 +42,11 @@ def setting_of(flags: str = "", ranks: int = 1) -> RunSetup:
     return command.setting
 
 
-def config_of(flags: str = "", ranks: int = 1) -> RunConfig:
+def config_of(flags: str = "", ranks: int = 1, *, vocabulary: int = VOCABULARY) -> RunConfig:
     """Its config, resolved and with its vocabulary."""
     config, problems = resolve_and_examine(setting_of(flags, ranks).config, ranks)
     assert not problems, problems
-    return with_padded_vocabulary(config, VOCABULARY)
+    return with_padded_vocabulary(config, vocabulary)
 
 
 def op(seconds: float, action: str, name: str = "aten.mm") -> StepEvent:

@@ -13,6 +13,7 @@ from megatron.core.parallel.grid import axis_rank_groups
 from megatron.training.cli.preflight import resolve_and_examine
 from megatron.trust.flags.command import parse_training_command
 from megatron.trust.plan.analytic_estimate import (
+    AnalyticEstimate,
     analytic_estimate,
     num_microbatches,
     rank0_groups,
@@ -20,7 +21,7 @@ from megatron.trust.plan.analytic_estimate import (
 )
 from megatron.trust.plan.cost import StepTime
 from megatron.trust.plan.hardware import PROFILES
-from megatron.trust.plan.layout_search import RECOMPUTE, CandidateLayout, LayoutRanking, search_layouts
+from megatron.trust.plan.layout_search import BEST, RECOMPUTE, CandidateLayout, LayoutRanking, search_layouts
 from megatron.trust.units import bytes_text
 from tests.unit.trust.hand_made import FLAGS, VOCABULARY, config_of, setting_of
 
@@ -142,9 +143,42 @@ def test_the_best_are_run_dry_until_enough_fit() -> None:
     setting, machine = setting_of("", 4), replace(MACHINE, memory=1e9, usable=1.0)
     found = search_layouts(setting, machine, true_vocab_size=VOCABULARY, planner=planner, plans=2)
     assert len(asked) == 3
-    assert [one.planned for one in found.fits[:3]] == [True, True, False]
+    assert [one.source for one in found.fits[:3]] == ["dry run", "dry run", "formulas"]
     assert found.fits[0].needs == 5 * 10**8 and found.fits[0].time.seconds == 2.0
     assert sum("by a dry run" in one.says[0] for one in found.rejected) == 1
+
+
+def test_a_dry_run_whose_time_is_up_ends_the_search_with_what_is_known() -> None:
+    def planner(config, world_size: int) -> tuple[int, StepTime]:
+        raise TimeoutError
+
+    found = search_layouts(setting_of("", 4), MACHINE, true_vocab_size=VOCABULARY, planner=planner, plans=2)
+    assert found.fits and not found.complete and {one.source for one in found.fits} == {"formulas"}
+
+
+def test_layouts_are_estimated_from_their_layers_until_the_best_are_known() -> None:
+    formulas = found_on(1e9).fits
+    asked = []
+
+    def estimator(config, world_size: int) -> AnalyticEstimate | None:
+        """The fastest by formulas does not fit, the next is not known, and all others take twice as long."""
+        asked.append(config)
+        plain = analytic_estimate(config, world_size, MACHINE, stage_specs_of_run(config))
+        if len(asked) == 2:
+            return None
+        return replace(
+            plain,
+            needs=2e9 if len(asked) == 1 else plain.needs,
+            time=replace(plain.time, seconds=2 * plain.time.seconds),
+        )
+
+    machine = replace(MACHINE, memory=1e9, usable=1.0)
+    found = search_layouts(setting_of("", 4), machine, true_vocab_size=VOCABULARY, planner=None, estimator=estimator)
+    known = [one for one in found.fits if one.source == "layers"]
+    assert BEST <= len(known) == len(asked) - 2 < len(formulas) - 2 and found.fits[: len(known)] == known
+    assert [one.time.seconds for one in known] == sorted(one.time.seconds for one in known)
+    assert {one.layout for one in known[:BEST]} <= {one.layout for one in formulas[: BEST + 4]}
+    assert [one.layout for one in found.rejected if "by dry runs of its layers" in one.says[0]] == [formulas[0].layout]
 
 
 def test_a_search_without_time_says_that_it_is_not_complete() -> None:
