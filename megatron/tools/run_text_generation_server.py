@@ -222,13 +222,16 @@ def adapter_folders_by_name(given: argparse.Namespace) -> dict[str, str]:
 
 
 def make_adapter_opener(
-    source: CheckpointSource, model: ModelConfig, names: Sequence[str] = ()
+    source: CheckpointSource, model: ModelConfig, names: Sequence[str] = (), *, largest_rank: int | None = None
 ) -> Callable[[str], LoadedAdapter]:
-    """Return a function that opens adapters of the network `source` and checks their base. names: others of it."""
+    """Return a function that opens adapters of the network `source` and checks their base. names: others of it.
+
+    largest_rank: refuse higher ranks before the factors are read.
+    """
     hashes: dict[AdapterConfig, str] = {}
 
     def open_checked_adapters(folder: str) -> LoadedAdapter:
-        adapters = open_adapters(folder, model)
+        adapters = open_adapters(folder, model, largest_rank=largest_rank)
         config, known = adapters.model.adapter, adapters.base.get("hash") is not None
         if known and not adapters.saved and config not in hashes:
             hashes[config] = source_base_hash(source, config)
@@ -265,7 +268,9 @@ def main() -> None:
         if sock is None:
             run_follower_ignoring_signals(engine.run_as_follower)
         else:
-            reads = make_adapter_opener(loaded.source, loaded.config.model, [served_model_name(given)])
+            reads = make_adapter_opener(
+                loaded.source, loaded.config.model, [served_model_name(given)], largest_rank=config.max_lora_rank
+            )
             for name, folder in adapter_folders_by_name(given).items():
                 engine.adapters.load(name, reads(folder))
             serve_as_leader(engine, liveness, sock, given, request_limits_of(given, engine), token, reads)

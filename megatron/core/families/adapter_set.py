@@ -27,6 +27,8 @@ from megatron.core.parallel.boxes import Box, whole_box
 BASE = "run.base"  # the value under which a checkpoint of adapters keeps the hash of its base
 
 
+# Endings of names of matrices whose adapters can be merged, but have no place in a run: routers, gates of shared experts, the output layer.
+MERGED_ONLY = (".router", ".shared_experts.gate_weight", "output_layer")
 OUTPUT_LAYER = "output_layer."  # of language models, which reward models have not
 _LEFT = ("run.tokenizer", "run.progress")  # of a run's values those that weights keep
 
@@ -61,6 +63,7 @@ class LinearLoraWeights:
 class LoadedAdapter:
     """All adapters of a network, in memory. where: what they were read from, for errors. model: with its adapters.
     saved: parameters that were trained beside them, by global name. base: hash and name of the base, where known.
+    vocabulary_rows: of a saved embedding or output layer, as many as its file has, if there is one.
     """
 
     where: str
@@ -68,6 +71,7 @@ class LoadedAdapter:
     pairs: tuple[LinearLoraWeights, ...]
     saved: Mapping[str, Tensor]
     base: Mapping[str, Any]
+    vocabulary_rows: int | None = None
 
 
 def planned_adapters(model: ModelConfig) -> Iterator[tuple[str, str, tuple[int, int], float]]:
@@ -87,6 +91,12 @@ def require_adapters_fit_network(adapters: LoadedAdapter, model: ModelConfig) ->
         for path, shape in linear_shapes_of_layer(model, plan).items()
     }
     problems = []
+    merged = [pair.linear for pair in adapters.pairs if pair.linear not in shapes and pair.linear.endswith(MERGED_ONLY)]
+    if merged:
+        raise CheckpointError(
+            f"{adapters.where} adapts {', '.join(merged[:3])}{', ...' if merged[3:] else ''}, which has no adapter in a run or a server here; merge "
+            "it into its base: tools/checkpoint/adapter.py merge"
+        )
     for pair in adapters.pairs:
         shape, theirs = shapes.get(pair.linear), (pair.second.shape[-2], pair.first.shape[-1])
         if shape is None or pair.part not in ("", *(part for part, _ in shape.parts)):
@@ -97,6 +107,25 @@ def require_adapters_fit_network(adapters: LoadedAdapter, model: ModelConfig) ->
             )
     if problems:
         raise CheckpointError(f"{adapters.where} holds adapters of another network", problems)
+
+
+def incomplete_adapter_problems(adapters: LoadedAdapter) -> list[str]:
+    """Return which tensors that the settings of adapters name are missing, or of another shape; [] if all is there."""
+    unplanned, problems = {(pair.linear, pair.part): pair for pair in adapters.pairs}, []
+    for linear, part, (_, size), _ in planned_adapters(adapters.model):
+        pair = unplanned.pop((linear, part), None)
+        if pair is None:
+            problems.append(f"{linear}{part and '.'}{part}: its factors are missing")
+            continue
+        if adapters.model.adapter.dora != (pair.lengths is not None):
+            problems.append(f"{pair.parameter_prefix}: its magnitudes are missing, or are there without --dora")
+        elif pair.lengths is not None and tuple(pair.lengths.shape) != (size,):
+            problems.append(f"{pair.parameter_prefix}: {list(pair.lengths.shape)} magnitudes for {size} rows")
+        if pair.second.shape[-1] != pair.rank or pair.second.shape[-2] != size:
+            problems.append(
+                f"{pair.parameter_prefix}: factors of shapes {list(pair.first.shape)} and {list(pair.second.shape)} do not fit"
+            )
+    return problems + [f"{pair.parameter_prefix}: its settings do not name it" for pair in unplanned.values()]
 
 
 def read_native_adapter_checkpoint(source: CheckpointSource) -> LoadedAdapter:
@@ -162,7 +191,8 @@ class MergedAdapterSource:
             self._replace_output_by_reward_head(adapters.saved["score.weight"])
         self._pairs: dict[str, list[LinearLoraWeights]] = {}
         for pair in adapters.pairs:
-            self._pairs.setdefault(f"model.{pair.linear}.weight", []).append(pair)
+            name = f"model.{pair.linear}"  # of a gate the parameter itself
+            self._pairs.setdefault(name if name in self.formats else f"{name}.weight", []).append(pair)
         if problems := [*self._adapter_shape_problems(), *self._saved_parameter_problems()]:
             raise CheckpointError(f"the adapters of {adapters.where} do not fit {source.where}", problems)
         if sign < 0 and (self._saved or any(pair.lengths is not None for pair in adapters.pairs)):

@@ -112,7 +112,15 @@ def is_hf_checkpoint(path: str | Path) -> bool:
 
 def hf_model_name_or_path(path: str | Path) -> str:
     """Return _name_or_path of a folder's config.json, the model's name or path; empty if there is none."""
-    return str(read_json_or_empty(Path(path) / CONFIG_FILE).get("_name_or_path") or "")
+    file = Path(path) / CONFIG_FILE
+    return str(read_json_or_empty(file).get("_name_or_path") or "") if file.is_file() else ""  # a pipe might never end
+
+
+def hf_vocabulary_rows(path: str | Path) -> int | None:
+    """Return the number of rows of the embedding by a folder's config.json, or None if it is no such folder."""
+    config = read_json_or_empty(Path(path) / CONFIG_FILE)
+    rows = config.get("vocab_size") if is_hf_checkpoint(path) else None
+    return rows if isinstance(rows, int) else None
 
 
 def open_hf_folder(path: str | Path, given: Mapping[str, Any] | None = None) -> HFCheckpoint:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -36,7 +37,8 @@ from megatron.core.families.adapter_set import (
     read_native_adapter_checkpoint,
     require_adapters_fit_network,
 )
-from megatron.core.families.hf import hf_model_name_or_path
+from megatron.core.families.hf import hf_model_name_or_path, hf_vocabulary_rows
+from megatron.core.families.peft_config import CONFIG
 from megatron.core.parallel import collectives
 from megatron.core.parallel.box_hash import box_hash
 from megatron.core.parallel.boxes import Box, whole_box
@@ -53,6 +55,7 @@ from megatron.core.tensor_parallel.frozen_quantized import quantize_dequantize_b
 from megatron.training.checkpoint.formats import open_checkpoint
 
 _LENGTHS = ".magnitude"
+_MOST_FOLDERS = 10_000  # in that of a run
 _OF_A_RUN = re.compile(r"iter_\d+|best|release|/")  # folders of a checkpoint within that of its run
 
 
@@ -61,13 +64,32 @@ def is_adapter_checkpoint(source: CheckpointSource) -> bool:
     return BASE in source.values
 
 
-def open_adapters(path: str | Path, model: ModelConfig) -> LoadedAdapter:
-    """Read a PEFT folder or a checkpoint of a run with adapters; `CheckpointError` if of another network."""
+def open_adapters(
+    path: str | Path, model: ModelConfig, *, merging: bool = False, largest_rank: int | None = None
+) -> LoadedAdapter:
+    """Read a PEFT folder or a checkpoint of a run with adapters; `CheckpointError` if of another network.
+
+    merging: take adapters of matrices, too, that have none in a run. largest_rank: refuse a higher one of a PEFT folder unread.
+    """
     if peft.is_peft_folder(path):
-        return peft.read_peft_folder(path, model)
-    adapters = read_native_adapter_checkpoint(open_checkpoint(path))
-    require_adapters_fit_network(adapters, model)
+        adapters = peft.read_peft_folder(path, model, largest_rank=largest_rank)
+    else:
+        _require_regular_files(Path(path))
+        adapters = read_native_adapter_checkpoint(open_checkpoint(path))
+    if not merging:
+        require_adapters_fit_network(adapters, model)
     return adapters
+
+
+def _require_regular_files(folder: Path) -> None:
+    """Raise `CheckpointError` if a folder holds a pipe or a device, which might never end, or very many files."""
+    for count, (where, _, names) in enumerate(os.walk(folder)):
+        for name in names:
+            path = Path(where) / name
+            if path.exists() and not path.is_file():
+                raise CheckpointError(f"{path} is no regular file, and {folder} is no checkpoint of adapters")
+        if count >= _MOST_FOLDERS:
+            raise CheckpointError(f"{folder} holds more than {_MOST_FOLDERS} folders, and is no checkpoint of adapters")
 
 
 def adapter_config_of(path: str | Path, model: ModelConfig, base: str | None = None) -> AdapterConfig:
@@ -78,6 +100,8 @@ def adapter_config_of(path: str | Path, model: ModelConfig, base: str | None = N
     adapters = open_adapters(path, known)
     if base is not None:
         require_same_base_model_name(adapters, base)
+        if known is model or hf_vocabulary_rows(base) is not None:
+            require_same_vocabulary(adapters, base)
     return replace(adapters.model.adapter, freeze=model.adapter.freeze)
 
 
@@ -135,13 +159,27 @@ class SourceWithRowNorms:
 
 
 def require_matching_base(adapters: LoadedAdapter, mine: Mapping[str, Any], names: Iterable[str] = ()) -> None:
-    """Raise `CheckpointError` if adapters are of another base: by its weights' hash, else (PEFT folders) by its name.
-    mine: this run's value of `BASE`. names: further names of the base beside its folder's.
+    """Raise `CheckpointError` if adapters are of another base: by its weights' hash, else (PEFT folders) by its name; or of
+    another number of tokens. mine: this run's value of `BASE`. names: further names of the base beside its folder's.
     """
+    require_same_vocabulary(adapters, str(mine["where"]))
     if adapters.base.get("hash") is not None:
         require_same_base_hash(adapters.base, mine, adapters.where)
     else:
         require_same_base_model_name(adapters, str(mine["where"]), names)
+
+
+def require_same_vocabulary(adapters: LoadedAdapter, base: str) -> None:
+    """Raise `CheckpointError` if a saved embedding has rows for other tokens than that of the base. base: its folder.
+
+    Only of a Hugging Face folder is it known how many rows the embedding had before a tokenizer's size cut it.
+    """
+    theirs, mine = adapters.vocabulary_rows, hf_vocabulary_rows(base)
+    if theirs is not None and theirs != (mine := mine or adapters.model.true_vocab_size or theirs):
+        raise CheckpointError(
+            f"{adapters.where} holds an embedding or output layer for {theirs} tokens, and {base} has {mine}: tokens were added to the base before the "
+            "adapter was trained; give the base with these rows (in transformers: resize_token_embeddings, then save_pretrained)"
+        )
 
 
 def require_same_base_hash(saved: Mapping[str, Any], mine: Mapping[str, Any], where: str) -> None:
@@ -163,7 +201,7 @@ def require_same_base_model_name(adapters: LoadedAdapter, where: str, names: Ite
         raise CheckpointError(
             f"{adapters.where} holds adapters of another base: they say that they were trained on {theirs}, and the base here is {where}; "
             f"give theirs with --pretrained-checkpoint (--base of adapter.py). If it is the same network under another name, write {where} "
-            f"as base_model_name_or_path into {Path(adapters.where) / peft.CONFIG}"
+            f"as base_model_name_or_path into {Path(adapters.where) / CONFIG}"
         )
 
 
@@ -171,9 +209,9 @@ def possible_base_model_names(where: str) -> set[str]:
     """Return the names that a base network may go by, in lower case: of its folder (of the run, of the hub's
     repository), of the folder that it links to, and in its config.json. where: a folder, or a name alone.
     """
-    return {
-        _base_name_from_path(name) for name in (where, str(Path(where).resolve()), hf_model_name_or_path(where))
-    } - {""}
+    return {_base_name_from_path(name) for name in (where, os.path.realpath(where), hf_model_name_or_path(where))} - {
+        ""
+    }
 
 
 def _base_name_from_path(where: str) -> str:

@@ -21,6 +21,8 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf, peft
 from megatron.core.families.adapter_set import LoadedAdapter, read_native_adapter_checkpoint
+from megatron.core.families.peft_config import CONFIG
+from megatron.core.families.peft_export import write_peft_folder
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.spec import param_spec_of
 from megatron.tools import check_config
@@ -208,7 +210,7 @@ def gradients_as_peft(trainer: Trainer, folder: Path) -> dict[str, Tensor]:
         for pair in values.pairs
     )
     saved = {name: gradients[name][: tensor.shape[0]] for name, tensor in values.saved.items()}
-    peft.write_peft_folder(LoadedAdapter("gradients", values.model, pairs, saved, {}), folder / "gradients")
+    write_peft_folder(LoadedAdapter("gradients", values.model, pairs, saved, {}), folder / "gradients")
     return load_file(folder / "gradients" / peft.WEIGHTS)
 
 
@@ -301,8 +303,8 @@ def edited(
     folder: Path, config: Mapping[str, Any] | None = None, tensors: Callable[[dict[str, Tensor]], Any] | None = None
 ) -> None:
     """Change keys of a folder's config, and its tensors."""
-    content = {**json.loads((folder / peft.CONFIG).read_text()), **(config or {})}
-    (folder / peft.CONFIG).write_text(json.dumps(content))
+    content = {**json.loads((folder / CONFIG).read_text()), **(config or {})}
+    (folder / CONFIG).write_text(json.dumps(content))
     values = load_file(folder / peft.WEIGHTS)
     if tensors is not None:
         tensors(values)
@@ -315,16 +317,19 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 @pytest.mark.parametrize(
     "config, tensors, words",
     [
-        ({"peft_type": "IA3"}, None, "peft_type IA3: known is LORA"),
-        ({"bias": "all"}, None, "bias all: known is none"),
-        ({"lora_bias": True}, None, "lora_bias"),
-        ({"lora_alpha": None}, None, "lora_alpha None is no number"),
+        ({"peft_type": "IA3"}, None, "peft_type: 'IA3' has no counterpart here; 'LORA' has"),
+        ({"lora_bias": True}, None, "lora_bias: True is not computed here"),
+        ({"lora_alpha": None}, None, "lora_alpha: nothing is no number"),
         ({}, lambda values: values.pop(Q.format("B")), "q_proj has not both of lora_A and lora_B"),
         ({}, lambda values: values.update({Q.format("A"): torch.zeros(4, 16)}), "is of a matrix of 32 x 16, and this network has 32 x 32"),
         ({}, lambda values: values.update({Q.format("A"): torch.zeros(3, 32)}), "factors of different ranks, 3 and 4"),
         ({}, lambda values: values.update({Q.format("A").replace(".0.", ".7."): torch.zeros(4, 32)}), "layers.7.self_attn.q_proj"),
         ({}, lambda values: values.update({"base_model.model.score.weight": torch.zeros(2, 32)}), "score.weight is no parameter"),
-        ({}, lambda values: values.clear(), "it adapts nothing"),
+        ({}, lambda values: values.clear(), "q_proj has no factors, and adapter_config.json names it"),
+        ({"target_modules": []}, lambda values: values.clear(), "it adapts nothing"),
+        ({"target_modules": ["v_proj"]}, None, "q_proj has factors, and adapter_config.json does not name it"),
+        ({"r": 8}, None, "q_proj has rank 4, and adapter_config.json says 8"),
+        ({"use_dora": True}, None, "q_proj has no lora_magnitude_vector, and use_dora is true"),
     ],
 )  # fmt: skip
 def test_a_folder_that_does_not_fit_is_refused_by_one_sentence(
