@@ -72,6 +72,10 @@ class CheckpointError(Exception):
         return "\n".join([self.summary, *formatted])
 
 
+class NewerFormatError(CheckpointError):
+    """A checkpoint is of a newer program than this one, and not damaged: nothing older is taken in its place."""
+
+
 @dataclass(frozen=True, slots=True)
 class SavedRunConfig:
     """The content of config.json: the resolved settings of the run that saved, by field name, and its number of ranks."""
@@ -129,10 +133,18 @@ class CommittedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolderScan:
-    """The checkpoints in a folder. steps: newest first. damaged: (iteration, reason) of those without valid commit."""
+    """The checkpoints in a folder. steps: newest first. damaged: (iteration, reason) of those without valid commit; newer: of
+    those of a newer format.
+    """
 
     steps: tuple[CommittedCheckpoint, ...]
     damaged: tuple[tuple[int, str], ...]
+    newer: tuple[tuple[int, str], ...] = ()
+
+    def require_no_newer_format(self, step: int | None = None) -> None:
+        """Raise `NewerFormatError` if a checkpoint is of a newer format. step: if this iteration is."""
+        if newer := [text for iteration, text in self.newer if step in (None, iteration)]:
+            raise NewerFormatError("a newer program has saved here; use that one, or another folder", newer)
 
 
 def xxh3_hex_digest(content: bytes | memoryview) -> str:
@@ -172,22 +184,28 @@ def _not_writable_message(folder: str | Path, reason: str) -> str:
 
 def scan_checkpoint_folder(folder: str | Path, *, files: FileSystem = DISK) -> CheckpointFolderScan:
     """Return everything in a folder that is named like a checkpoint; empty if there is no folder."""
-    steps, damaged = [], []
+    steps, damaged, newer = [], [], []
     for iteration, path in _checkpoint_folders(folder, files):
         try:
             commit = read_commit_record(path, files=files)
             if commit.iteration != iteration:
                 raise CheckpointError(f"{path} was renamed: its {COMMIT} says iteration {commit.iteration}")
             steps.append(CommittedCheckpoint(path, commit))
+        except NewerFormatError as error:
+            newer.append((iteration, str(error)))
         except CheckpointError as error:
             damaged.append((iteration, str(error)))
     steps.sort(key=lambda step: (step.commit.sequence, step.iteration), reverse=True)
-    return CheckpointFolderScan(tuple(steps), tuple(sorted(damaged, reverse=True)))
+    return CheckpointFolderScan(tuple(steps), tuple(sorted(damaged, reverse=True)), tuple(sorted(newer, reverse=True)))
 
 
 def newest_iteration(folder: str | Path) -> int | None:
-    """Return the iteration committed last; None in a folder without checkpoints."""
-    return next((step.iteration for step in scan_checkpoint_folder(folder).steps), None)
+    """Return the iteration committed last; None in a folder without checkpoints. `NewerFormatError` if it holds one of a
+    newer format.
+    """
+    scan = scan_checkpoint_folder(folder)
+    scan.require_no_newer_format()
+    return next((step.iteration for step in scan.steps), None)
 
 
 def tracker_iteration(folder: str | Path, *, files: FileSystem = DISK) -> int | None:
@@ -204,9 +222,10 @@ def checkpoints_to_try(
     """Return the checkpoints to try to load, newest first; empty in a folder without checkpoints.
 
     step: only this iteration (`--ckpt-step`). required: the newest must be this iteration (`--require-iteration`).
-    Raises `CheckpointError` if these do not exist, or if the folder has lost its checkpoints.
+    Raises `CheckpointError` if these do not exist, if one is of a newer format, or if the folder has lost its checkpoints.
     """
     result = scan_checkpoint_folder(folder, files=files)
+    result.require_no_newer_format(step)
     if step is None and required is None:
         if not result.steps:
             _require_checkpoints_not_lost(folder, [text for _, text in result.damaged], files)
@@ -307,6 +326,7 @@ def commit_save(
         files.sync_folder(made)
         replaces = any(entry.name == target.name for entry in files.list_entries(Path(folder)))
         if replaces:  # the same iteration, saved again after going back; until the next rename its other name counts
+            _require_replaceable(target, files)
             files.rename(target, former)
         files.rename(made, target)
         files.sync_folder(Path(folder))
@@ -324,6 +344,16 @@ def commit_save(
     except OSError as error:
         return CommittedCheckpoint(target, done), f"{TRACKER} in {folder} is not up to date: {error}"
     return CommittedCheckpoint(target, done), ""
+
+
+def _require_replaceable(folder: Path, files: FileSystem) -> None:
+    """Raise `NewerFormatError` if a checkpoint is of a newer program, whose work an older one does not replace."""
+    try:
+        read_commit_record(folder, files=files)
+    except NewerFormatError:
+        raise
+    except CheckpointError:
+        pass  # a damaged one is replaced
 
 
 def _require_file_sizes(made: Path, sizes: Mapping[str, int], files: FileSystem) -> None:
@@ -434,7 +464,7 @@ def read_commit_record(folder: Path, *, files: FileSystem = DISK) -> CommitRecor
         and int(version) > FORMAT_VERSION
         and f"{body}seal {xxh3_hex_digest(body.encode())}\n" == text
     ):
-        raise CheckpointError(
+        raise NewerFormatError(
             f"{folder} has format version {version}; this program reads up to {FORMAT_VERSION}, use a newer one"
         )
     try:

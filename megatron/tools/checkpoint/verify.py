@@ -74,7 +74,7 @@ def open_checkpoints_at(
     if (Path(path) / COMMIT).is_file() or not scan.steps and (not scan.damaged or find_foreign_checkpoint(path, step)):
         yield _open_or_finding(path, partial(open_checkpoint, path, step))
         return
-    damaged = [text for iteration, text in scan.damaged if step in (None, iteration)]
+    damaged = [text for iteration, text in (*scan.newer, *scan.damaged) if step in (None, iteration)]
     yield from (CheckpointVerification(path, "its commit", (text,)) for text in damaged)
     steps = [one for one in scan.steps if step in (None, one.iteration)]
     if not steps and not damaged:

@@ -52,7 +52,8 @@ def find_native_checkpoint(path: Path, step: int | None) -> Path | None:
     """
     if (path / COMMIT).is_file():
         return path
-    steps = checkpoints_to_try(path, step) if scan_checkpoint_folder(path).steps else []
+    scan = scan_checkpoint_folder(path)
+    steps = checkpoints_to_try(path, step) if scan.steps or scan.newer else []
     return steps[0].folder if steps else None
 
 

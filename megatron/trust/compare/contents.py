@@ -100,7 +100,8 @@ def native_checkpoint_folder(path: str | Path, step: int | None = None) -> Path 
     path = Path(path)
     if (path / COMMIT).is_file():
         return path
-    steps: Sequence[CommittedCheckpoint] = checkpoints_to_try(path, step) if scan_checkpoint_folder(path).steps else ()
+    scan = scan_checkpoint_folder(path)
+    steps: Sequence[CommittedCheckpoint] = checkpoints_to_try(path, step) if scan.steps or scan.newer else ()
     return steps[0].folder if steps else None
 
 

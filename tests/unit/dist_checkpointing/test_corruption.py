@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import checkpoint_folders
-from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, NewerFormatError
 from megatron.core.dist_checkpointing.load import load_into_sharded_state, open_first_valid
 from megatron.core.dist_checkpointing.manifest import parse_manifest
 from megatron.core.dist_checkpointing.rank_file import HashedByteRange
 from megatron.core.dist_checkpointing.saved import _part_of_ranges, open_native_checkpoint, unknown_files
+from megatron.training.checkpoint.formats import open_checkpoint
 from tests.unit.dist_checkpointing.model_files import ModelFiles
 from tests.unit.dist_checkpointing.two_ranks import content, save_as_two, version_in
 
@@ -225,13 +226,31 @@ def test_a_manifest_that_is_sealed_but_makes_no_sense_is_refused(tmp_path: Path,
         version_in(tmp_path)
 
 
-def test_a_newer_format_asks_for_a_newer_program(tmp_path: Path) -> None:
-    folder = save_as_two(tmp_path, 10, 1).folder
+def of_a_newer_format(folder: Path) -> None:
+    """Write the commit of a checkpoint as a later program would."""
     text = (folder / checkpoint_folders.COMMIT).read_text()
     body = text[: text.index("seal ")].replace("megatron boxes 2", "megatron boxes 99")
     (folder / checkpoint_folders.COMMIT).write_text(f"{body}seal {checkpoint_folders.xxh3_hex_digest(body.encode())}\n")
+
+
+def test_a_newer_format_asks_for_a_newer_program(tmp_path: Path) -> None:
+    of_a_newer_format(save_as_two(tmp_path, 10, 1).folder)
     with pytest.raises(CheckpointError, match="format version 99; this program reads up to 2, use a newer one"):
         version_in(tmp_path)
+
+
+def test_a_newer_checkpoint_stops_an_older_program_which_neither_goes_back_nor_replaces_it(tmp_path: Path) -> None:
+    save_as_two(tmp_path, 10, 1)
+    newer = save_as_two(tmp_path, 20, 2).folder
+    of_a_newer_format(newer)
+    before = {path: path.read_bytes() for path in newer.iterdir()}
+    for find in (checkpoint_folders.checkpoints_to_try, checkpoint_folders.newest_iteration, open_checkpoint):
+        with pytest.raises(NewerFormatError, match="a newer program has saved here(.|\n)*format version 99"):
+            find(tmp_path)
+    assert [one.iteration for one in checkpoint_folders.checkpoints_to_try(tmp_path, 10)] == [10]
+    with pytest.raises(NewerFormatError, match="format version 99"):
+        save_as_two(tmp_path, 20, 3)
+    assert {path: path.read_bytes() for path in newer.iterdir()} == before
 
 
 def test_an_independent_reader_finds_the_same_bytes_where_the_manifest_says(tmp_path: Path) -> None:
