@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from megatron.core.parallel import device as devices
 from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.inference.sampling import (
     SamplingParams,
+    apply_presence_and_frequency_penalty,
     apply_repetition_penalty,
     sample_by_uniform_numbers,
     uniform_random,
@@ -132,16 +134,25 @@ def _upload_indices(numbers: Sequence[int], device: torch.device) -> Tensor:
 def _logits_with_penalty_and_bans(
     sampling_state: SamplingState, logits: Tensor, before: Sequence[int], step: int
 ) -> Tensor | None:
-    """Return the logits [v] after repetition penalty and banned successors, or None if these change nothing.
-    before: the row's ids up to this position, of which the last `step` are not in `sampling_state.seen`.
+    """Return the logits [v] after penalties and banned successors, or None if these change nothing. before: the row's ids
+    up to this position, of which the last `step` are not in `seen` and `generated` of the state.
     """
     banned = [then for first, then in sampling_state.after if before[-1] == first]
-    penalty = sampling_state.sampling.repetition_penalty
-    if not banned and penalty == 1.0:
+    sampling, latest = sampling_state.sampling, before[len(before) - step :]
+    if not banned and not sampling.depends_on_ids:
         return None
-    if penalty != 1.0:
-        seen = sorted({*sampling_state.seen, *before[len(before) - step :]})
-        logits = apply_repetition_penalty(logits, _upload_indices(seen, logits.device), penalty)
+    if sampling.repetition_penalty != 1.0:
+        seen = sorted({*sampling_state.seen, *latest})
+        logits = apply_repetition_penalty(logits, _upload_indices(seen, logits.device), sampling.repetition_penalty)
+    if sampling.penalizes_generated:
+        counts = Counter((*sampling_state.generated, *latest))
+        logits = apply_presence_and_frequency_penalty(
+            logits,
+            _upload_indices([*counts], logits.device),
+            _upload_indices([*counts.values()], logits.device),
+            presence=sampling.presence_penalty,
+            frequency=sampling.frequency_penalty,
+        )
     return logits.index_fill(0, _upload_indices(banned, logits.device), float("-inf"))
 
 

@@ -21,7 +21,8 @@ from megatron.core.parallel.device import copy_arrays_to_device
 class SamplingParams:
     """Sampling parameters. temperature 0 or top_k 1: greedy. top_k 0, top_p 0 and min_p 0: no limit. min_p: excludes
     tokens less likely than this share of the likeliest. repetition_penalty: logits of tokens in the text are divided by
-    it, or multiplied if negative (Keskar et al., 2019). top_p_decay: factor of top_p after every token, 0 for none;
+    it, or multiplied if negative (Keskar et al., 2019). presence_penalty, frequency_penalty: of the logits of tokens that
+    were generated, once and for each time (OpenAI's). top_p_decay: factor of top_p after every token, 0 for none;
     top_p_bound: lower limit of that (Lee et al., 2022).
     """
 
@@ -30,6 +31,8 @@ class SamplingParams:
     top_p: float = 0.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     top_p_decay: float = 0.0
     top_p_bound: float = 0.0
 
@@ -44,6 +47,12 @@ class SamplingParams:
                 ""
                 if self.repetition_penalty > 0.0
                 else f"repetition penalty {self.repetition_penalty} is not positive; 1 is none",
+                *(
+                    ""
+                    if -2.0 <= penalty <= 2.0
+                    else f"{name} penalty {penalty} is not a number from -2 to 2; 0 is none"
+                    for name, penalty in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty))
+                ),
                 "" if 0.0 <= self.top_p_decay <= 1.0 else f"top-p decay {self.top_p_decay} is no factor from 0 to 1",
                 ""
                 if 0.0 <= self.top_p_bound <= self.top_p or not self.top_p_bound
@@ -58,6 +67,16 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def penalizes_generated(self) -> bool:
+        """Whether logits depend on how often tokens were generated."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def depends_on_ids(self) -> bool:
+        """Whether logits depend on the tokens before."""
+        return self.repetition_penalty != 1.0 or self.penalizes_generated
 
     def params_for_token(self, number: int) -> SamplingParams:
         """Return the parameters for a request's token of this number, from 0, with top_p decayed."""
@@ -97,6 +116,15 @@ def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Te
     """Return the logits with those of the ids `seen` made less likely. logits: [v]; seen: [n]."""
     scores = logits[seen]
     return logits.index_copy(0, seen, torch.where(scores > 0, scores / penalty, scores * penalty))
+
+
+def apply_presence_and_frequency_penalty(
+    logits: Tensor, ids: Tensor, counts: Tensor, *, presence: float, frequency: float
+) -> Tensor:
+    """Return the logits lowered for each id by `presence`, and by `frequency` times its count. logits: [v]; ids: [n],
+    different ones; counts: [n], above 0.
+    """
+    return logits.index_add(0, ids, -(presence + frequency * counts.to(logits.dtype)))
 
 
 def uniform_random(seed: int, number: int) -> float:

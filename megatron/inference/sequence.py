@@ -85,9 +85,7 @@ class SequenceState:
     def allows_lookahead(self) -> bool:
         """Whether its next step can be prepared before this step's token is known to the host."""
         sampling = self.request.sampling
-        return (
-            sampling.repetition_penalty == 1.0 and self.request.newline_after_colon and not self.needs_prompt_logprobs
-        )
+        return not sampling.depends_on_ids and self.request.newline_after_colon and not self.needs_prompt_logprobs
 
     @property
     def num_stored_tokens(self) -> int:
@@ -105,12 +103,13 @@ class SequenceState:
 
     def sampling_state(self, after: Sequence[tuple[int, int]]) -> SamplingState:
         """Return how the next token is sampled. after: banned (id, next id) pairs, for newlines after a colon."""
-        repeats = self.request.sampling.repetition_penalty != 1.0
+        sampling = self.request.sampling
         return SamplingState(
-            self.request.sampling,
+            sampling,
             self.seed,
             self.request.first_draw + self.num_generated + self.awaited,
-            tuple(self.ids) if repeats else (),
+            tuple(self.ids) if sampling.repetition_penalty != 1.0 else (),
+            tuple(self.ids[len(self.request.prompt) :]) if sampling.penalizes_generated else (),
             () if self.request.newline_after_colon else tuple(after),
         )
 

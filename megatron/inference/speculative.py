@@ -129,5 +129,10 @@ def _with_sampling(
 ) -> SequenceInput:
     """Return a row that also samples the token after its last, which follows the proposals `guessed`."""
     state = one.sampling_state(after)
-    seen = (*state.seen, *guessed) if state.seen else ()
-    return replace(row, num_logits=1, sampling_state=replace(state, first=state.first + len(guessed), seen=seen))
+    state = replace(
+        state,
+        first=state.first + len(guessed),
+        seen=(*state.seen, *guessed) if state.seen else (),
+        generated=(*state.generated, *guessed) if state.sampling.penalizes_generated else (),
+    )
+    return replace(row, num_logits=1, sampling_state=state)

@@ -16,6 +16,7 @@ class SamplingState:
     """How the next tokens of a sequence are sampled.
 
     first: number of the first of them, which selects its random number. seen: ids that the repetition penalty applies to.
+    generated: ids that the penalties by presence and frequency count.
     after: (id, id) pairs of which the second is never sampled after the first.
     """
 
@@ -23,6 +24,7 @@ class SamplingState:
     seed: int
     first: int
     seen: tuple[int, ...] = ()
+    generated: tuple[int, ...] = ()
     after: tuple[tuple[int, int], ...] = ()
 
 

@@ -327,6 +327,32 @@ def test_repeated_tokens_are_penalized_by_the_published_formula() -> None:
 
 
 @pytest.mark.parametrize(
+    "presence, frequency, repetition", [(1.5, 0.0, 1.0), (0.0, 0.4, 1.0), (-2.0, 0.3, 1.0), (0.7, 0.5, 1.2)]
+)
+def test_generated_tokens_are_penalized_by_openais_formula(
+    presence: float, frequency: float, repetition: float
+) -> None:
+    """logits[j] -= frequency * count(j) + presence * (count(j) > 0), of new tokens; after the repetition penalty, as in vLLM."""
+    model, prompt = network(), [3, 1, 4, 1]
+    sampling = SamplingParams(
+        0.0, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency
+    )
+    tight = {"block": 4, "together": 3, "gb": gigabytes(model, 64)}  # requests wait and come back
+    asked = [greedy(tuple(prompt), 14, sampling=sampling), *(greedy(text, 14) for text in ((5, 6), (7,), (8, 9)))]
+    reply, *others = engine_of(model, **tight).run(asked)
+    ids = list(prompt)
+    for _ in range(14):
+        with torch.no_grad():
+            logits = model(ids=torch.tensor([ids]))[-1, 0, : tiny.VOCABULARY]
+        seen = torch.tensor(sorted(set(ids)))
+        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / repetition, logits[seen] * repetition)
+        counts = torch.bincount(torch.tensor(ids[len(prompt) :], dtype=torch.int64), minlength=tiny.VOCABULARY)
+        ids.append(int((logits - frequency * counts - presence * (counts > 0)).argmax()))
+    assert list(reply.ids) == ids[len(prompt) :] != slowly(model, tuple(prompt), 14)[0]
+    assert [list(other.ids) for other in others] == [slowly(model, one.prompt, 14)[0] for one in asked[1:]]
+
+
+@pytest.mark.parametrize(
     "request_, words",
     [
         (lambda: GenerationRequest((1,) * POSITIONS, 2), "more than the 64 positions"),

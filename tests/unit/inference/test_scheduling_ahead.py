@@ -60,7 +60,11 @@ def mixed(count: int = 12) -> list[GenerationRequest]:
             GenerationRequest(
                 text,
                 5 + 2 * number,
-                replace(sampling, repetition_penalty=1.2) if number == 7 else sampling,
+                replace(sampling, repetition_penalty=1.2)
+                if number == 7
+                else replace(sampling, frequency_penalty=0.5)
+                if number == 8
+                else sampling,
                 seed=number,
                 stop_ids=(3, 7, 11, 19) if number % 3 == 1 else (),
                 stop_words=(" 2", " 40 ") if number % 4 == 2 else (),

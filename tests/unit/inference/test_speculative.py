@@ -19,6 +19,7 @@ SAMPLINGS = {
     "greedy": SamplingParams(0.0),
     "warm": SamplingParams(0.8, top_p=0.95),
     "penalty": SamplingParams(0.7, repetition_penalty=1.3),
+    "counts": SamplingParams(0.7, presence_penalty=0.9, frequency_penalty=0.6),
     "top-k": SamplingParams(top_k=5),
     "decay": SamplingParams(1.5, top_p=0.9, top_p_decay=0.8, top_p_bound=0.2),
 }
