@@ -281,8 +281,9 @@ class MegatronLM(TemplateLM):
 
     def _decode_without_special_tokens(self, new: Sequence[int]) -> str:
         """Decode new ids without special tokens."""
-        special = {*self.megatron_tokenizer.special.values(), self.megatron_tokenizer.eod}
-        return self.megatron_tokenizer.detokenize([token for token in new if token not in special])
+        tokenizer = self.megatron_tokenizer
+        special = {*tokenizer.special.values(), tokenizer.eod, *tokenizer.end_ids}
+        return tokenizer.detokenize([token for token in new if token not in special])
 
     def _refuse_different_requests(self, requests: Sequence[Instance]) -> None:
         """Raise `ConfigError` if the ranks have different requests, which would deadlock. Collective."""

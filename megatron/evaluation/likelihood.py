@@ -8,7 +8,7 @@ see. All ranks are asked the same, and all get every answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -196,7 +196,7 @@ def argmax_token_ids(logits: Tensor, axis: Axis, true_vocab_size: int) -> Tensor
 def generate_without_kv_cache(
     loaded: InferenceModel, prompts: Sequence[GenerationPrompt], *, size: EvaluationBatchLimits
 ) -> list[list[int]]:
-    """Return the new ids after each prompt, until it ends, has `num_tokens`, or the end of document comes (included).
+    """Return the new ids after each prompt, until it ends, has `num_tokens`, or an id that ends texts comes (included).
 
     The same on all ranks. Collective. Every step computes the whole text anew, without a KV cache.
     """
@@ -214,9 +214,8 @@ def _generate_batch(loaded: InferenceModel, prompts: Sequence[GenerationPrompt])
     draws = [torch.Generator(loaded.mesh.device).manual_seed(prompt.seed) for prompt in prompts]
     active, axis = list(range(len(prompts))), loaded.mesh.pp
     last_rank, _ = stage_rank_and_chunk(axis.size * len(loaded.stages) - 1, axis.size, loaded.stages[0].stage.placement)
-    while active := [
-        row for row in active if not _continuation_has_ended(prompts[row], new[row], loaded.tokenizer.eod)
-    ]:
+    ends = (loaded.tokenizer.eod, *loaded.tokenizer.end_ids)
+    while active := [row for row in active if not _continuation_has_ended(prompts[row], new[row], ends)]:
         texts = [prompts[row].ids + tuple(new[row]) for row in active]
         tokens = torch.zeros(len(active), dtype=torch.int64, device=loaded.mesh.device)
 
@@ -233,9 +232,9 @@ def _generate_batch(loaded: InferenceModel, prompts: Sequence[GenerationPrompt])
     return new
 
 
-def _continuation_has_ended(prompt: GenerationPrompt, new: list[int], eod: int) -> bool:
-    """Return whether a prompt has all its new tokens, or is ended."""
-    return len(new) == prompt.num_tokens or bool(new) and (new[-1] == eod or prompt.ended(new))
+def _continuation_has_ended(prompt: GenerationPrompt, new: list[int], ends: Collection[int]) -> bool:
+    """Return whether a prompt has all its new tokens, or is ended, as by one of the ids `ends`."""
+    return len(new) == prompt.num_tokens or bool(new) and (new[-1] in ends or prompt.ended(new))
 
 
 def _gather_logits(loaded: InferenceModel, logits: Tensor) -> Tensor:

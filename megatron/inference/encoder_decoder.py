@@ -201,14 +201,14 @@ class EncoderDecoderEngine:
             if event.reply is not None:
                 replies[event.ticket] = event.reply
 
-        end = self.tokenizer.eod if self.tokenizer.eos is None else self.tokenizer.eos
+        end = (self.tokenizer.eod if self.tokenizer.eos is None else self.tokenizer.eos, *self.tokenizer.end_ids)
         texts = [
             SequenceState(
                 number,
                 replace(request, prompt=(self._start,)),
                 collect_generation_reply,
                 self.tokenizer,
-                ends={*request.stop_ids, *(() if request.ignore_eod else (end,))},
+                ends={*request.stop_ids, *(() if request.ignore_eod else end)},
             )
             for number, request in enumerate(requests)
         ]

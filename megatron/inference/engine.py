@@ -142,7 +142,7 @@ class Engine:
             raise EngineBusyError(f"{len(self._inbox) + len(self._waiting)} requests wait already; ask again later")
         ticket, adapter = next(self._tickets), self.adapters.number_of(request.adapter)
         seed = secrets.randbits(63) if request.seed is None else request.seed
-        end = () if request.ignore_eod else (self.tokenizer.eod,)
+        end = () if request.ignore_eod else (self.tokenizer.eod, *self.tokenizer.end_ids)
         self._inbox.append(
             SequenceState(
                 ticket,

@@ -3,14 +3,16 @@
     python tools/generate.py --load runs/quickstart/checkpoints --input prompts.jsonl --output answers.jsonl
 
 A line holds a "prompt" (text), or "ids". What else it says wins over the command line: num_tokens, temperature, top_k, top_p,
-min_p, repetition_penalty, seed, stop (texts), logprobs (how many of the likeliest tokens to name; 0: only the token's own).
+min_p, repetition_penalty, presence_penalty, frequency_penalty, seed, stop (texts), logprobs (how many of the likeliest tokens to name; 0: only the token's own).
 To a network that reads images a line says {"messages": [{"role": "user", "content": "<image> What is it?"}], "images": [PATH, ...]}.
 Line n of the output answers line n of the input; a line that cannot be served is answered with an "error", and the exit code is 1.
 
 Of a T5, the prompt is what the encoder reads, with the end of text behind it (ids are read as they are), and the answer what the
 decoder writes.
 
-A run that was interrupted goes on where its output ends. Under torchrun, the ranks share the network as the sizes say.
+A run that was interrupted goes on where its output ends, and tries again what failed; each line of the output has a key of the
+line, the checkpoint and the options that it answers. What no line and no option says is as the folder's generation_config.json
+says. Under torchrun, the ranks share the network as the sizes say.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,12 +43,25 @@ from megatron.inference.image_prompts import ImagePromptWriter
 from megatron.inference.requests import GenerationEvent, GenerationReply, GenerationRequest, TokenLogprob
 from megatron.inference.sampling import SamplingParams
 from megatron.inference.step_input import PromptImages
+from megatron.tools.answer_file import (
+    KEY,
+    LineKey,
+    append_lines,
+    checkpoint_identity,
+    count_finished_lines,
+    enumerate_nonblank_lines,
+    failed_lines,
+    line_key,
+    replace_lines,
+)
 from megatron.tools.parser import (
     ToolArgumentParser,
     add_checkpoint_options,
     add_dtype,
     add_parallel_size_options,
     add_sampling_options,
+    fill_sampling_defaults,
+    num_tokens_or_default,
 )
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import (
@@ -55,11 +70,12 @@ from megatron.training.checkpoint.inference_model import (
     ModelKind,
     infer_checkpoint_architecture,
     load_network,
+    read_request_defaults,
 )
 from megatron.training.entry import guarded_entry_point
 
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 KINDS: dict[str, tuple[type, ...]] = {
     "prompt": (str,),
     "ids": (list,),
@@ -74,6 +90,8 @@ KINDS: dict[str, tuple[type, ...]] = {
     "top_p": (int, float),
     "min_p": (int, float),
     "repetition_penalty": (int, float),
+    "presence_penalty": (int, float),
+    "frequency_penalty": (int, float),
 }
 AHEAD = 4  # times the requests that are decoded together: how far lines are read before the first of them is answered
 
@@ -100,19 +118,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     how = parser.add_argument_group("how, where a line does not say")
     add_sampling_options(how, "line n draws with seed + n")
     how.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="no token less likely than P of the likeliest (default: 0)",
+        "--min-p", type=float, metavar="P", help="no token less likely than P of the likeliest (default: 0)"
     )
     how.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="make tokens of the text less likely (default: 1, no)",
+        "--repetition-penalty", type=float, metavar="X", help="make tokens of the text less likely (default: 1, no)"
     )
+    for name in ("presence", "frequency"):
+        how.add_argument(
+            f"--{name}-penalty",
+            type=float,
+            metavar="X",
+            help=f"make new tokens less likely, {'once' if name == 'presence' else 'each time'} (default: 0, no)",
+        )
     add_config_arguments(parser, InferenceConfig)
     return parser.parse_args(argv)
 
@@ -121,6 +138,7 @@ def load_engine(given: argparse.Namespace) -> Engine | EncoderDecoderEngine:
     """Load the networks of the command line; return this rank's engine. `ConfigError`, `CheckpointError`."""
     parallel = ParallelConfig(**{name: getattr(given, name) for name in SIZES})
     config = config_from_namespace(InferenceConfig, given)
+    fill_sampling_defaults(given, read_request_defaults(given.load, given.generation_config, step=given.ckpt_step))
     if infer_checkpoint_architecture(open_checkpoint(given.load, given.ckpt_step)) == "t5":
         if given.draft:
             raise ConfigError("a T5 is decoded without drafts; leave out --draft")
@@ -167,13 +185,14 @@ def parse_request_line(
             prompt = tokenize_prompt(engine, fields["prompt"]) if "prompt" in fields else fields["ids"]
     except (ValueError, DataError, ImageError) as error:
         raise ConfigError(f"the prompt cannot be read: {error}") from None
-    sampling = SamplingParams(**{name: fields.get(name, getattr(given, name)) for name in SAMPLING})
+    settings = {name: fields.get(name, getattr(given, name)) for name in SAMPLING}
+    sampling = SamplingParams(**{name: value for name, value in settings.items() if value is not None})
     return GenerationRequest(
         tuple(prompt),
-        fields.get("num_tokens", given.num_tokens),
+        num_tokens_or_default(given, fields.get("num_tokens"), engine.max_length - len(prompt) + 1),
         sampling,
         fields.get("seed", given.seed + number),
-        stop_words=tuple(fields.get("stop", [])),
+        stop_words=tuple(fields.get("stop", given.stop_words)),
         logprobs="logprobs" in fields,
         top_logprobs=fields.get("logprobs", 0),
         images=images,
@@ -250,7 +269,7 @@ def generate_outputs_in_order(
     """Yield the output objects of the lines, in order; only a limited number of lines is held at once."""
     replies: dict[int, dict[str, Any]] = {}
     requests: dict[int, tuple[int, str]] = {}
-    config, following, first, end = engine.config, None, None, False
+    config, order, end = engine.config, deque[int](), False
     most = min(
         AHEAD * config.inference_max_requests, config.inference_max_requests + config.inference_max_waiting_requests
     )
@@ -267,7 +286,7 @@ def generate_outputs_in_order(
                 end = True
                 break
             number, line = following
-            first = number if first is None else first
+            order.append(number)
             try:
                 requests[engine.submit(parse_request_line(line, number, given, engine), store_reply_as_output)] = (
                     following
@@ -277,67 +296,55 @@ def generate_outputs_in_order(
                     line, " ".join(part.strip() for part in str(error).splitlines()[1:]) or str(error)
                 )
         engine.step()
-        while first in replies:
-            yield replies.pop(first)
-            first += 1
+        while order and order[0] in replies:
+            yield replies.pop(order.popleft())
 
 
-def count_finished_lines(output: Path, lines: Iterator[tuple[int, str]]) -> int:
-    """Return how many whole lines `output` has, truncating a part of one. `ConfigError` if they answer other lines."""
-    if not output.exists():
-        return 0
-    whole = number = 0
-    with output.open("rb") as file:
-        for number, answer in enumerate(file):
-            if not answer.endswith(b"\n"):
-                break
-            _, line = next(lines, (number, ""))
-            if not _is_answer_to_input_line(line, answer):
-                raise ConfigError(
-                    f"line {number + 1} of {output} is no answer to that line of the input; give another --output, or delete it"
-                )
-            whole += len(answer)
-            number += 1
-    with output.open("rb+") as file:
-        file.truncate(whole)
-    return number
-
-
-def _is_answer_to_input_line(line: str, answer: bytes) -> bool:
-    try:
-        request, answer_fields = json.loads(line), json.loads(answer)
-    except ValueError:
-        return b'"error"' in answer and bool(line)
-    if not (isinstance(request, Mapping) and isinstance(answer_fields, Mapping)):
-        return isinstance(answer_fields, Mapping) and "error" in answer_fields
-    return request.get("prompt") == answer_fields.get("prompt") and request.get("id") == answer_fields.get("id")
-
-
-def enumerate_nonblank_lines(file: TextIO) -> Iterator[tuple[int, str]]:
-    """Yield (number, line) of a file's lines that are not blank; numbers from 0, blank lines not counted."""
-    return enumerate(line for line in file if line.strip())
+def line_key_of_run(given: argparse.Namespace) -> LineKey:
+    """Return the key of input lines, by the checkpoint and the options that answers depend on."""
+    names = (*SAMPLING, "num_tokens", "most_tokens", "seed", "dtype", "stop_words")
+    options = {name: getattr(given, name) for name in names}
+    return line_key(options, checkpoint_identity(open_checkpoint(given.load, given.ckpt_step).where))
 
 
 def write_missing_answers(engine: Engine | EncoderDecoderEngine, given: argparse.Namespace) -> int:
-    """On the first rank: answer the lines that have no output yet. Return the number of those that could not be served."""
-    failed = 0
-    with open(given.input, encoding="utf-8-sig", newline="\n") as file:
-        before = count_finished_lines(Path(given.output), enumerate_nonblank_lines(file))
-    with (
-        open(given.input, encoding="utf-8-sig", newline="\n") as file,
-        open(given.output, "a", encoding="utf-8") as output,
-    ):
-        lines = ((number, line) for number, line in enumerate_nonblank_lines(file) if number >= before)
-        bar = tqdm(
-            generate_outputs_in_order(engine, lines, given), desc="answers", initial=before, unit="line", disable=None
+    """On the first rank: answer the lines that have no output yet, and again those that failed. Return the number of those
+    that could not be served, and of which the output did not say so before.
+    """
+    output, key = Path(given.output), line_key_of_run(given)
+    with open_input(given) as file:
+        before = count_finished_lines(output, enumerate_nonblank_lines(file), key)
+    with open_input(given) as file:
+        again = failed_lines(output, enumerate_nonblank_lines(file))
+    changed = {
+        number: {**answer, KEY: key(number, line)}
+        for (number, line), answer in zip(again, generate_outputs_in_order(engine, iter(again), given), strict=True)
+    }
+    if mended := {number: answer for number, answer in changed.items() if "error" not in answer}:
+        replace_lines(output, mended)
+    with open_input(given) as file:
+        keys = deque[str]()
+
+        def read_missing_lines() -> Iterator[tuple[int, str]]:
+            for number, line in enumerate_nonblank_lines(file):
+                if number >= before:
+                    keys.append(key(number, line))
+                    yield number, line
+
+        answers = (
+            {**answer, KEY: keys.popleft()} for answer in generate_outputs_in_order(engine, read_missing_lines(), given)
         )
+        failed = 0
+        bar = tqdm(append_lines(output, answers), desc="answers", initial=before, unit="line", disable=None)
         for answer in bar:
-            output.write(json.dumps(answer, ensure_ascii=False) + "\n")
-            output.flush()
             failed += "error" in answer
             bar.set_postfix(tokens_per_second=round(engine.metrics().tokens_per_second), refresh=False)
-        os.fsync(output.fileno())
     return failed
+
+
+def open_input(given: argparse.Namespace) -> TextIO:
+    """Open the file of prompts."""
+    return open(given.input, encoding="utf-8-sig", newline="\n")
 
 
 @guarded_entry_point

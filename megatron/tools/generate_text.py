@@ -20,10 +20,13 @@ from megatron.tools.parser import (
     add_sampling_options,
     add_tokenizer_options,
     exit_on,
+    fill_sampling_defaults,
+    num_tokens_or_default,
 )
-from megatron.training.checkpoint.inference_model import GPT, load_network
+from megatron.training.checkpoint.inference_model import GPT, load_network, read_request_defaults
 from megatron.training.launch.launch_info import install_interrupt_excepthook
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of options and generation_config.json
 TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 
 
@@ -44,9 +47,14 @@ def main(argv: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING)
     with exit_on(ConfigError, CheckpointError, GenerationFailed):
         changed = {name: value for name in TOKENIZER if (value := getattr(given, name)) is not None}
+        fill_sampling_defaults(
+            given, read_request_defaults(given.load, given.generation_config, step=given.ckpt_step, tokenizer=changed)
+        )
         loaded = load_network(given.load, GPT, step=given.ckpt_step, tokenizer=changed)
-        sampling = SamplingParams(given.temperature, given.top_k, given.top_p)
+        settings = {name: getattr(given, name, None) for name in SAMPLING}
+        sampling = SamplingParams(**{name: value for name, value in settings.items() if value is not None})
         engine = Engine(loaded.stages, loaded.tokenizer)
-        texts = generate_texts(engine, given.prompt, num_tokens=given.num_tokens, sampling=sampling, seed=given.seed)
+        num_tokens = num_tokens_or_default(given, None, engine.max_length)
+        texts = generate_texts(engine, given.prompt, num_tokens=num_tokens, sampling=sampling, seed=given.seed)
     for text in texts:
         sys.stdout.write(text + "\n")

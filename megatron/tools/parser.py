@@ -8,6 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from megatron.core.tokenizers.generation_config import GenerationDefaults
+
+_USUAL_NUM_TOKENS = 64  # that tools add to a prompt
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -88,17 +91,45 @@ def add_parallel_size_options(group: argparse._ArgumentGroup, names: Sequence[st
 
 def add_sampling_options(group: argparse._ArgumentGroup, seed: str) -> None:
     """Add how many tokens are generated, and how they are drawn. seed: the help of --seed."""
-    group.add_argument("--num-tokens", type=int, default=64, metavar="N", help="most tokens to add (default: 64)")
+    group.add_argument("--num-tokens", type=int, metavar="N", help=f"most tokens to add (default: {_USUAL_NUM_TOKENS})")
+    group.set_defaults(stop_words=(), most_tokens=None)
+    group.add_argument("--temperature", type=float, metavar="T", help="0: always the likeliest (default: 1)")
+    group.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest only (default: 0, all)")
     group.add_argument(
-        "--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest (default: 1)"
-    )
-    group.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest only (default: 0, all)"
-    )
-    group.add_argument(
-        "--top-p", type=float, default=0.0, metavar="P", help="draw from the likeliest that reach P (default: 0, all)"
+        "--top-p", type=float, metavar="P", help="draw from the likeliest that reach P (default: 0, all)"
     )
     group.add_argument("--seed", type=int, default=1234, help=f"{seed} (default: 1234)")
+    add_generation_config_option(group)
+
+
+def add_generation_config_option(group: argparse._ArgumentGroup) -> None:
+    """Add --generation-config: what is taken from the file of that name."""
+    group.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="auto: what is not said is as generation_config.json of the folder says; none: only the ids that end a text "
+        "are read there (default: auto)",
+    )
+
+
+def fill_sampling_defaults(given: argparse.Namespace, generation: GenerationDefaults) -> None:
+    """Set the options of sampling that were not given to what a network's folder says, if anything."""
+    for name, value in generation.sampling.items():
+        if getattr(given, name, None) is None:
+            setattr(given, name, value)
+    given.stop_words, given.most_tokens = generation.stop_words, generation.num_tokens
+
+
+def num_tokens_or_default(given: argparse.Namespace, requested: int | None, room: int) -> int:
+    """Return how many tokens to add: as requested, else as the command line says, else as the network's folder says and the
+    `room` for tokens allows, else a default.
+    """
+    if requested is None:
+        requested = given.num_tokens
+    if requested is not None:
+        return int(requested)
+    return _USUAL_NUM_TOKENS if given.most_tokens is None else max(1, min(given.most_tokens, room))
 
 
 def add_tokenizer_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ import threading
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_flat_dict, config_from_namespace
@@ -42,12 +43,19 @@ from megatron.tools.parser import (
     ToolArgumentParser,
     add_checkpoint_options,
     add_dtype,
+    add_generation_config_option,
     add_parallel_size_options,
     add_tokenizer_options,
 )
 from megatron.training.checkpoint.adapters import open_adapters, require_matching_base, source_base_hash
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.checkpoint.inference_model import GPT, REWARD, InferenceModel, load_network
+from megatron.training.checkpoint.inference_model import (
+    GPT,
+    REWARD,
+    InferenceModel,
+    load_network,
+    read_request_defaults,
+)
 from megatron.training.entry import guarded_entry_point
 from megatron.training.health.watchdog import RankLostError
 from megatron.training.launch.launch_info import has_desktop, read_launch_info
@@ -120,6 +128,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="how conversations are written (default: by the tokenizer's chat template, if it has one)",
     )
     _add_request_limit_options(parser)
+    add_generation_config_option(where)
     add_tokenizer_options(parser, TOKENIZER)
     add_config_arguments(parser, InferenceConfig)
     return parser.parse_args(argv)
@@ -258,6 +267,7 @@ def main() -> None:
     if model_config_from_settings(open_checkpoint(given.load, given.ckpt_step).settings).reward_head:
         serve_reward_model(given, parallel, changed, sock, token)
         return
+    defaults = read_request_defaults(given.load, given.generation_config, step=given.ckpt_step, tokenizer=changed)
     loaded = load_network(
         given.load, GPT, step=given.ckpt_step, parallel=parallel, dtype=given.dtype, tokenizer=changed
     )
@@ -273,7 +283,15 @@ def main() -> None:
             )
             for name, folder in adapter_folders_by_name(given).items():
                 engine.adapters.load(name, reads(folder))
-            serve_as_leader(engine, liveness, sock, given, request_limits_of(given, engine), token, reads)
+            serve_as_leader(
+                engine,
+                liveness,
+                sock,
+                given,
+                request_limits_of(given, engine),
+                token,
+                partial(GenerationServing, open_adapter=reads, defaults=defaults),
+            )
 
 
 def serve_reward_model(
@@ -348,17 +366,17 @@ def serve_as_leader(
     given: argparse.Namespace,
     limits: RequestLimits,
     token: str,
-    reads: Callable[[str], LoadedAdapter],
+    make_serving: Callable[..., GenerationServing],
 ) -> None:
-    """On the first rank: capture graphs, start the engine's thread, and serve until a signal. reads: opens adapters."""
+    """On the first rank: capture graphs, start the engine's thread, and serve until a signal. make_serving: makes what the
+    routes need of the service, the network's name and the limits.
+    """
     chat, name = make_chat_encoder(given, engine.tokenizer), served_model_name(given)
     engine.capture_all_graphs(logging.getLogger(__name__).info)
     service = EngineService(engine, liveness)
     service.start()
-    updates = given.allow_runtime_lora_updating
-    app = build_app(
-        GenerationServing(service, name, limits, reads, updates), chat=chat, token=token, hosts=allowed_hosts(given)
-    )
+    serving = make_serving(service, name, limits, updates_adapters=given.allow_runtime_lora_updating)
+    app = build_app(serving, chat=chat, token=token, hosts=allowed_hosts(given))
     serve_and_name_lost_rank(app, service, liveness, sock, given, token)
 
 

@@ -25,8 +25,9 @@ class Tokenizer(Protocol):
     produce. special_ids: ids with a meaning of their own, except padding. chat_template: Jinja template of a
     conversation, or None. engine: a sentence on the library that encodes, and why it was chosen. replaces_each_byte:
     of bytes that are no character each is U+FFFD, and not only the first of a run that begins one. cleans_up_spaces:
-    texts of ids lose spaces before punctuation. names_found_in_text: names of tokens that `tokenize_with_special_spans`
-    finds; empty if the kind has no such method.
+    texts of ids lose spaces before punctuation. end_ids: of a generation_config.json, each ends a generated text as `eod`
+    does. names_found_in_text: names of tokens that `tokenize_with_special_spans` finds; empty if the kind has no such
+    method.
     """
 
     vocab_size: int
@@ -43,6 +44,7 @@ class Tokenizer(Protocol):
     chat_template: str | None = None
     replaces_each_byte: bool = False
     cleans_up_spaces: bool = False
+    end_ids: tuple[int, ...] = ()
     names_found_in_text: Collection[str] = frozenset()
     _tokens: Sequence[str] | Mapping[int, str] = ()
 

@@ -20,6 +20,7 @@ from megatron.core.config.flags import ConfigError, flag_name, raise_config_erro
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.base import Tokenizer, character_to_byte_spans, flatten_ids, read_flag_file_text
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
+from megatron.core.tokenizers.generation_config import read_generation_defaults
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron.core.tokenizers.sentencepiece import SentencePieceTokenizer
 from megatron.core.tokenizers.tiktoken import TikTokenizer
@@ -262,7 +263,15 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     tokenizer = KINDS[config.tokenizer_type].build(config)
     if config.chat_template is not None:
         tokenizer.chat_template = _read_chat_template_flag(config.chat_template)
+    if (folder := tokenizer_folder(config)) is not None:
+        tokenizer.end_ids = read_generation_defaults(folder).end_ids
     return tokenizer
+
+
+def tokenizer_folder(config: TokenizerConfig) -> Path | None:
+    """Return the folder of the tokenizer's files, or None if it has none."""
+    path = config.tokenizer_model or config.vocab_file
+    return None if not path else Path(path) if Path(path).is_dir() else Path(path).parent
 
 
 def missing_tokenizer_files(config: TokenizerConfig) -> list[str]:

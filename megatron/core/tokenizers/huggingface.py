@@ -242,8 +242,8 @@ def _decoder_kinds(parsed: Mapping[str, Any], path: str | Path) -> list[str]:
 
 def _byte_of_token(token: str) -> int | None:
     """Return the byte that a token such as <0xE2> stands for, or None."""
-    found = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
-    return int(found[1], 16) if found else None
+    match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
+    return int(match[1], 16) if match else None
 
 
 def _sentinel_number(sentinel: str) -> int:

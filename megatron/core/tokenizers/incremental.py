@@ -20,7 +20,7 @@ _CLEANED = (
     (" ' ", "'"),
     *((f" {ending}", ending) for ending in ("n't", "'m", "'s", "'ve", "'re")),
 )
-_LONGEST_CLEANED = max(len(found) for found, _ in _CLEANED)
+_LONGEST_CLEANED = max(len(before) for before, _ in _CLEANED)
 
 
 class IncrementalDecoder:
@@ -86,8 +86,8 @@ def clean_up_spaces(text: str) -> str:
     """Return a text without spaces before punctuation and English contractions, as `clean_up_tokenization_spaces` of
     transformers removes them.
     """
-    for found, instead in _CLEANED:
-        text = text.replace(found, instead)
+    for before, after in _CLEANED:
+        text = text.replace(before, after)
     return text
 
 

@@ -3,7 +3,8 @@
     body -> CompletionRequest -> requests of the engine -> an answer, or chunks of it
 
 Beyond OpenAI's: top_k, min_p, repetition_penalty, ignore_eos; and a finish_reason cancelled when the server ends before the text
-does. What cannot be served (penalties by frequency, a bias, tools) is refused unless it asks for nothing.
+does. What a request leaves out is as generation_config.json says. What cannot be served (a bias, tools) is refused unless it asks
+for nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from megatron.inference.server.serving import (
     round_tiny_temperature_to_zero,
 )
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _MOST_TOP, _MOST_CHOICES, _MOST_STOPS, _LONGEST_STOP = 20, 128, 16, 1000
 
 
@@ -85,19 +87,19 @@ def _object_problem(value: Any) -> str:
 
 _COMMON = (
     BodyField("model", text_problem),
-    BodyField("temperature", number_range_check(0.0, 2.0), 1.0),
-    BodyField("top_p", number_range_check(0.0, 1.0), 1.0),
-    BodyField("top_k", integer_range_check(0, 10**6), 0),
-    BodyField("min_p", number_range_check(0.0, 1.0), 0.0),
-    BodyField("repetition_penalty", number_range_check(0.01, 100.0), 1.0),
+    BodyField("temperature", number_range_check(0.0, 2.0)),
+    BodyField("top_p", number_range_check(0.0, 1.0)),
+    BodyField("top_k", integer_range_check(0, 10**6)),
+    BodyField("min_p", number_range_check(0.0, 1.0)),
+    BodyField("repetition_penalty", number_range_check(0.01, 100.0)),
+    BodyField("frequency_penalty", number_range_check(-2.0, 2.0)),
+    BodyField("presence_penalty", number_range_check(-2.0, 2.0)),
     BodyField("n", integer_range_check(1, _MOST_CHOICES), 1),
     BodyField("seed", integer_range_check(-(2**63), 2**64 - 1)),
-    BodyField("stop", _stop_problem, []),
+    BodyField("stop", _stop_problem),
     BodyField("ignore_eos", boolean_problem, False),
     BodyField("stream", boolean_problem, False),
     BodyField("stream_options", _stream_options_problem),
-    BodyField("frequency_penalty", one_of_check(0, 0.0)),
-    BodyField("presence_penalty", one_of_check(0, 0.0)),
     BodyField("logit_bias", one_of_check({})),
     BodyField("user", text_problem),
     BodyField("metadata", no_problem),
@@ -205,9 +207,8 @@ def parse_chat_completion_request(
     ending = prompt_ending_of_fields(fields)
     ids, images = chat.encode_with_images(messages, files, serving.engine.image_prompts, serving.limits.images, ending)
     room = serving.engine.max_length - len(ids) + 1
-    count = (
-        fields["max_completion_tokens"] or fields["max_tokens"] or max(1, min(room, serving.limits.new_tokens or room))
-    )
+    most = min(room, serving.limits.new_tokens or room, serving.defaults.num_tokens or room)
+    count = fields["max_completion_tokens"] or fields["max_tokens"] or max(1, most)
     return CompletionRequest(
         fields,
         tuple(
@@ -240,18 +241,11 @@ def _requests_of(
     top: int,
     chat: ChatPromptEncoder | None = None,
 ) -> tuple[GenerationRequest, ...]:
-    # top_p 0 keeps the likeliest token alone; to the engine it means no limit.
     """Return `n` engine requests for each prompt. count: new tokens; top: likeliest tokens to return."""
-    temperature = round_tiny_temperature_to_zero(fields["temperature"]) if fields["top_p"] > 0.0 else 0.0
-    sampling = SamplingParams(
-        temperature,
-        fields["top_k"],
-        float(fields["top_p"]),
-        float(fields["min_p"]),
-        float(fields["repetition_penalty"]),
-    )
+    sampling = _sampling_of(fields, serving)
     adapter = serving.adapter_named(fields["model"])
-    stop = [fields["stop"]] if isinstance(fields["stop"], str) else fields["stop"]
+    stop = serving.defaults.stop_words if fields["stop"] is None else fields["stop"]
+    stop = [stop] if isinstance(stop, str) else stop
     requests = []
     for ids in prompts:
         serving.require_within_limits(_require_known_ids(ids, serving), count)
@@ -273,6 +267,16 @@ def _requests_of(
                 )
             )
     return tuple(requests)
+
+
+def _sampling_of(fields: Mapping[str, Any], serving: GenerationServing) -> SamplingParams:
+    """Return how a request samples: as it says, else as the network's folder says, else with temperature 1 and no limits."""
+    values: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, **serving.defaults.sampling}
+    values |= {name: fields[name] for name in _SAMPLING if fields[name] is not None}
+    # top_p 0 keeps the likeliest token alone; to the engine it means no limit.
+    values["temperature"] = round_tiny_temperature_to_zero(values["temperature"]) if values["top_p"] > 0.0 else 0.0
+    numbers: dict[str, Any] = {name: value if name == "top_k" else float(value) for name, value in values.items()}
+    return SamplingParams(**numbers)
 
 
 async def completion_response(

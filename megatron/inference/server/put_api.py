@@ -160,7 +160,7 @@ async def answer_generation(body: bytes, serving: GenerationServing, searches: B
             prompt=requests[0].prompt,
             width=fields["beam_width"],
             num_tokens=requests[0].num_tokens,
-            ends=requests[0].stop_ids or (serving.engine.tokenizer.eod,),
+            ends=requests[0].stop_ids or (serving.engine.tokenizer.eod, *serving.engine.tokenizer.end_ids),
             length_penalty=float(fields["length_penalty"]),
         )
         try:

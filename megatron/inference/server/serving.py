@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron.core.config.flags import ConfigError
 from megatron.core.families.adapter_set import LoadedAdapter
+from megatron.core.tokenizers.generation_config import GenerationDefaults
 from megatron.inference.engine import Engine
 from megatron.inference.requests import TokenLogprob
 from megatron.inference.server.body_fields import RequestRefused
@@ -21,7 +22,8 @@ class RequestLimits:
     """Limits of the server, most of them of one request. prompt_tokens, new_tokens: None leaves them to the engine.
     searches: beam searches at once, of all requests. read_seconds: for a body to arrive. silence_seconds: without an
     event in a stream, before a keepalive is sent. images: in a conversation. connections: at once; 900 are within the
-    1024 files that systems let a process open. header_seconds: for a connection to begin a request.
+    1024 files that systems let a process open. header_seconds: for a connection to begin a request. write_seconds: within
+    which a client must read something of what it is sent.
     """
 
     body_bytes: int = 2**20
@@ -33,6 +35,7 @@ class RequestLimits:
     silence_seconds: float = 15.0
     connections: int = 900
     header_seconds: float = 10.0
+    write_seconds: float = 30.0
     images: int = 8
 
 
@@ -40,7 +43,7 @@ class RequestLimits:
 class GenerationServing:
     """What the generation routes need. service: the engine in its thread. model: the name that clients see.
     open_adapter: reads the adapter in a folder; raises `CheckpointError` for one of another network. updates_adapters:
-    whether clients may load and unload them.
+    whether clients may load and unload them. defaults: of what a call to OpenAI's paths leaves out.
     """
 
     service: EngineService
@@ -48,6 +51,7 @@ class GenerationServing:
     limits: RequestLimits = field(default_factory=RequestLimits)
     open_adapter: Callable[[str], LoadedAdapter] | None = None
     updates_adapters: bool = False
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     @property
     def engine(self) -> Engine:

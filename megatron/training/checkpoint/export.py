@@ -115,7 +115,11 @@ def hf_config_special_token_ids(
         tokenizer = build_tokenizer(config_from_flat_dict(TokenizerConfig, chosen))
     except (ConfigError, OSError, ValueError):
         return {}
-    ends = list(dict.fromkeys(token for token in (tokenizer.eod, tokenizer.eos) if token is not None and token < rows))
+    ends = list(
+        dict.fromkeys(
+            token for token in (tokenizer.eod, tokenizer.eos, *tokenizer.end_ids) if token is not None and token < rows
+        )
+    )
     eos = ends[0] if len(ends) == 1 else ends or None
     ids: dict[str, int | list[int] | None] = {"bos_token_id": tokenizer.bos, "eos_token_id": eos}
     if architecture == "t5":

@@ -44,7 +44,8 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import param_spec_of
 from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint_fields
-from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.tokenizers.build import build_tokenizer, tokenizer_folder
+from megatron.core.tokenizers.generation_config import GenerationDefaults, read_generation_defaults
 from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.training.checkpoint.adapters import is_adapter_checkpoint
 from megatron.training.checkpoint.formats import open_checkpoint
@@ -102,6 +103,7 @@ def load_network(
     source = open_model_checkpoint(path, kind, step)
     settings = checkpoint_tokenizer_config(source, tokenizer or {})
     made = build_tokenizer(settings)
+    made.end_ids = _generation_defaults(source, settings).end_ids
     _require_same_tokenizer_hash(source, made)
     if not (source.settings.get("tokenizer_type") or is_hf_checkpoint(source.where)):
         # Megatron's own files count the rows that pad the vocabulary, unless they are told.
@@ -163,6 +165,23 @@ def checkpoint_tokenizer_config(source: CheckpointSource, given: Mapping[str, An
         return settings
     size = resumed_null_vocab_size(settings.vocab_size, source.settings)
     return dataclasses.replace(settings, vocab_size=size)
+
+
+def read_request_defaults(
+    path: str, choice: str, *, step: int | None = None, tokenizer: Mapping[str, Any] | None = None
+) -> GenerationDefaults:
+    """Return how texts are generated unless a request says otherwise, by --generation-config `choice`. tokenizer: as for
+    `load_network`. `ConfigError` if the file asks for something that has no counterpart here.
+    """
+    source = open_checkpoint(path, step)
+    defaults = _generation_defaults(source, checkpoint_tokenizer_config(source, tokenizer or {}))
+    return defaults.for_requests(choice, source.where)
+
+
+def _generation_defaults(source: CheckpointSource, tokenizer: TokenizerConfig) -> GenerationDefaults:
+    """Return what a checkpoint's folder says of generated texts; of a run, the folder of its tokenizer."""
+    folder = source.where if is_hf_checkpoint(source.where) else tokenizer_folder(tokenizer)
+    return GenerationDefaults() if folder is None else read_generation_defaults(folder)
 
 
 def _require_same_tokenizer_hash(source: CheckpointSource, tokenizer: Tokenizer) -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `serv
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.tokenizers.generation_config import GenerationDefaults
 from megatron.inference.beam import beam_search
 from megatron.inference.detokenizer import IncrementalTokenTexts
 from megatron.inference.requests import GenerationReply, GenerationRequest
@@ -206,8 +207,8 @@ COMPLETION_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "stream": ({"stream": "yes"}, "stream must be a boolean"),
     "options": ({"stream_options": {"include_usage": True}}, "needs stream"),
     "echo of scores in a stream": ({"echo": True, "logprobs": 1, "stream": True}, "not streamed"),
-    "frequency": ({"frequency_penalty": 0.5}, "can only be 0"),
-    "presence": ({"presence_penalty": 1}, "can only be 0"),
+    "frequency": ({"frequency_penalty": 2.5}, "frequency_penalty must be a number from -2.0 to 2.0"),
+    "presence": ({"presence_penalty": "1"}, "presence_penalty must be a number"),
     "bias": ({"logit_bias": {"5": 1}}, "can only be {}"),
     "suffix": ({"suffix": "x"}, "suffix can only be"),
     "unknown": ({"tokens": 5}, "is not a field"),
@@ -297,6 +298,31 @@ def test_a_temperature_or_top_p_of_next_to_nothing_takes_the_likeliest(server: R
     expected = alone("abc", 8).text
     for settings in ({"temperature": 1e-320}, {"top_p": 0.0}):
         assert server.complete(prompt="abc", max_tokens=8, **settings).json["choices"][0]["text"] == expected
+
+
+def test_penalties_are_those_of_the_engine(server: Running) -> None:
+    penalties = {"presence_penalty": 1.5, "frequency_penalty": 0.25, "repetition_penalty": 1.1}
+    expected = alone("abc", 30, sampling=SamplingParams(0.0, **penalties))  # type: ignore[arg-type]
+    assert expected.text != alone("abc", 30).text
+    for ask in ({}, {"stream": True}):
+        answer = server.complete(prompt="abc", max_tokens=30, **penalties, **GREEDY, **ask)
+        rows = chunks(answer) if ask else [answer.json]
+        assert "".join(choice["text"] for row in rows for choice in row["choices"]) == expected.text
+
+
+def test_what_a_call_leaves_out_is_as_the_folder_says() -> None:
+    said = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
+    defaults = GenerationDefaults(sampling=said, num_tokens=7, stop_words=("qq",))
+    with serving(bytes_engine(), defaults=defaults) as server:
+        expected = alone("abc", 12, sampling=SamplingParams(**said), seed=3, stop_words=("qq",))  # type: ignore[arg-type]
+        found = server.complete(prompt="abc", max_tokens=12, seed=3).json["choices"][0]
+        assert found["text"] == expected.text
+        own = {"temperature": 0.9, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+        other = alone("abc", 12, sampling=SamplingParams(**own), seed=3)  # type: ignore[arg-type]
+        assert server.complete(prompt="abc", max_tokens=12, seed=3, **own).json["choices"][0]["text"] == other.text
+        assert other.text != expected.text
+        messages = [{"role": "user", "content": "a"}]
+        assert server.converse(messages=messages, ignore_eos=True).json["usage"]["completion_tokens"] == 7
 
 
 def test_a_stop_word_ends_a_text_and_is_not_in_it(server: Running) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -140,6 +141,45 @@ def test_an_output_of_another_input_is_left_alone(
     before = (tmp_path / "out").read_bytes()
     answers(tool, folder, lines(LINES[5:9]), tmp_path / "out", code=1)
     assert (tmp_path / "out").read_bytes() == before and "line 1 of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", ["question", "checkpoint", "options", "place"])
+def test_answers_to_something_else_are_not_taken_for_answers(
+    tool: ModuleType, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], other: str
+) -> None:
+    """Rows of ids have neither a prompt nor an id that would tell them apart."""
+    rows, network, options = [{"ids": [1, 2]}, {"ids": [3]}], folder, ()
+    answers(tool, folder, lines(rows), tmp_path / "out")
+    before = (tmp_path / "out").read_bytes()
+    if other == "question":
+        rows = [{"ids": [1, 3]}, rows[1]]
+    elif other == "checkpoint":
+        network = str(tmp_path / "other")
+        trained({"seed": 77}, network)
+    elif other == "options":
+        options = ("--repetition-penalty", "2")
+    else:
+        rows = rows[::-1]
+    answers(tool, network, lines(rows), tmp_path / "out", *options, code=1)
+    assert (tmp_path / "out").read_bytes() == before
+    assert "line 1 of" in (said := capsys.readouterr().err) and "by this checkpoint and these options" in said
+
+
+def test_a_checkpoint_is_known_wherever_it_lies(tool: ModuleType, folder: str, tmp_path: Path) -> None:
+    whole = answers(tool, folder, lines(LINES[:4]), tmp_path / "whole")
+    shutil.copytree(folder, tmp_path / "moved")
+    (tmp_path / "out").write_bytes(b"".join((tmp_path / "whole").read_bytes().splitlines(keepends=True)[:2]))
+    assert alike(answers(tool, str(tmp_path / "moved"), lines(LINES[:4]), tmp_path / "out"), whole)
+
+
+def test_lines_that_failed_are_tried_again_and_the_others_kept(tool: ModuleType, folder: str, tmp_path: Path) -> None:
+    wrong = [{"ids": [1]}, {"ids": [99]}, {"ids": [2]}, {"ids": [98]}, {"ids": [3]}]
+    first = answers(tool, folder, lines(wrong), tmp_path / "out", code=1)
+    assert ["error" in row for row in first] == [False, True, False, True, False]
+    mended = [*wrong[:1], {"ids": [7]}, *wrong[2:]]
+    found = answers(tool, folder, lines([*mended, {"ids": [4]}]), tmp_path / "out")
+    assert found == answers(tool, folder, lines([*mended, {"ids": [4]}]), tmp_path / "new", code=1)
+    assert found[3] == first[3] and "error" not in found[1] and found[1]["seed"] == 1235
 
 
 def test_few_lines_are_held_at_once(tool: ModuleType) -> None:
