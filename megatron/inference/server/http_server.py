@@ -25,6 +25,7 @@ from megatron.inference.service_thread import ServiceThread
 logger = logging.getLogger(__name__)
 
 _LEAVING_SECONDS = 5  # for answers that are there to reach who asked
+_SEND_BUFFER = 2**18  # bytes of a connection that the system holds for a client that is behind
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
@@ -40,9 +41,13 @@ class LimitedHTTPConnection(H11Protocol):
     body that was answered already. One that waits too long is closed. When there are too many, the one that has waited longest makes
     room; only when all of them wait for answers is a new one refused (503). So clients that open connections and send half a request
     (300 of them, or as many as they like) keep nobody out. How long a body may take, and how large it may be, is app.py's affair.
+
+    One whose client does not read what it is sent is closed, too, in the middle of an answer or after it: within each
+    `write_seconds` something must go out. What the system holds of it is bounded (`_SEND_BUFFER`).
     """
 
     _waits: asyncio.TimerHandle | None = None
+    _reads: asyncio.TimerHandle | None = None  # the next look at whether the client reads
 
     @property
     def _server_limits(self) -> RequestLimits:
@@ -52,6 +57,8 @@ class LimitedHTTPConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time limit for a request, or close the connection if there are too many."""
         super().connection_made(transport)
+        if (sock := transport.get_extra_info("socket")) is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         if len(self.connections) > self._server_limits.connections and not self._close_longest_waiting():
             self._respond_and_close(_BUSY)
         else:
@@ -66,11 +73,41 @@ class LimitedHTTPConnection(H11Protocol):
         """Restart the time limit after a response."""
         super().on_response_complete()
         self._update_idle_timer()
+        self._watch_reading()
+
+    def pause_writing(self) -> None:
+        """Start the time limit for a client that is behind; nothing more is written until it has read."""
+        super().pause_writing()
+        self._watch_reading()
+
+    def resume_writing(self) -> None:
+        """Cancel the time limit of a client that has read."""
+        super().resume_writing()
+        self._cancel_read_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the time limit."""
+        """Cancel the time limits."""
         self._cancel_idle_timer()
+        self._cancel_read_timer()
         super().connection_lost(exc)
+
+    def _watch_reading(self) -> None:
+        """Start the time limit for the client to read something, if anything is left to read."""
+        self._cancel_read_timer()
+        if left := self.transport.get_write_buffer_size():
+            self._reads = self.loop.call_later(self._server_limits.write_seconds, self._close_if_unread, left)
+
+    def _close_if_unread(self, before: int) -> None:
+        """Close the connection if the client has read nothing since `before` bytes were left; else go on watching."""
+        if self.transport.get_write_buffer_size() >= before:
+            self.transport.abort()
+        else:
+            self._watch_reading()
+
+    def _cancel_read_timer(self) -> None:
+        if self._reads is not None:
+            self._reads.cancel()
+            self._reads = None
 
     def _update_idle_timer(self) -> None:
         """Start the time limit if no request is being answered; cancel it otherwise."""
@@ -85,8 +122,12 @@ class LimitedHTTPConnection(H11Protocol):
             self._waits = None
 
     def _close_as_timed_out(self) -> None:
-        """Close the connection, with 408 if no request was answered on it."""
-        self._respond_and_close(_TOO_SLOW if self.cycle is None else b"")
+        """Close the connection, with 408 if no request was answered on it; not while its client reads the last answer."""
+        self._waits = None
+        if self.cycle is not None and self.transport.get_write_buffer_size():
+            self._update_idle_timer()
+        else:
+            self._respond_and_close(_TOO_SLOW if self.cycle is None else b"")
 
     def _close_longest_waiting(self) -> bool:
         """Close the connection that has waited longest for a request; return whether there was one."""
@@ -96,7 +137,8 @@ class LimitedHTTPConnection(H11Protocol):
             if isinstance(other, LimitedHTTPConnection) and other._waits is not None
         }
         if waiting:
-            min(waiting, key=waiting.__getitem__)._close_as_timed_out()
+            longest = min(waiting, key=waiting.__getitem__)
+            longest._respond_and_close(_TOO_SLOW if longest.cycle is None else b"")
         return bool(waiting)
 
     def _respond_and_close(self, response: bytes) -> None:

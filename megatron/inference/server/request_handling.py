@@ -3,7 +3,8 @@
     call = HTTPCallRequests(service, requests)      # from the event loop
     replies = await call.wait_for_replies()         # or: async for place, event in call.events()
 
-The engine sends events in its own thread; they are handed over to the event loop. Leaving the iteration cancels the requests.
+The engine sends events in its own thread; they are handed over to the event loop. Those that nobody takes are joined, so that
+at most one of each request waits. Leaving the iteration cancels the requests.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -33,7 +35,8 @@ class HTTPCallRequests:
 
     def __init__(self, service: EngineService, requests: Sequence[GenerationRequest]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Queue[tuple[int, GenerationEvent]] = asyncio.Queue()
+        self._waiting: dict[int, GenerationEvent] = {}
+        self._news = asyncio.Event()
         self._streams: list[RequestStream] = []
         self._ended = [False] * len(requests)
         try:
@@ -47,7 +50,11 @@ class HTTPCallRequests:
         """Yield (index of the request, event) until all have their reply."""
         try:
             while not all(self._ended):
-                place, event = await self._news.get()
+                await self._news.wait()
+                place = next(iter(self._waiting))
+                event = self._waiting.pop(place)
+                if not self._waiting:
+                    self._news.clear()
                 self._ended[place] = event.reply is not None
                 yield place, event
         finally:
@@ -75,11 +82,19 @@ class HTTPCallRequests:
                 stream.cancel()
 
     def _queue_in_event_loop(self, place: int, event: GenerationEvent) -> None:
-        """From the engine's thread: put an event into the event loop's queue."""
+        """From the engine's thread: hand an event over to the event loop."""
         try:
-            self._loop.call_soon_threadsafe(self._news.put_nowait, (place, event))
+            self._loop.call_soon_threadsafe(self._add_event, place, event)
         except RuntimeError:  # the loop is closed, and nobody listens
             pass
+
+    def _add_event(self, place: int, event: GenerationEvent) -> None:
+        """Add an event to those that wait, joined with one of the same request."""
+        before = self._waiting.pop(place, None)
+        if before is not None:
+            event = replace(event, tokens=(*before.tokens, *event.tokens), text=before.text + event.text)
+        self._waiting[place] = event
+        self._news.set()
 
 
 def refusal_for_error(error: EngineBusyError | ServiceStoppedError | ConfigError) -> RequestRefused:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `server` brings it")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
 
+from megatron.inference.requests import GenerationEvent, GenerationReply, TokenLogprob
+from megatron.inference.server import http_server
+from megatron.inference.server.request_handling import HTTPCallRequests
 from megatron.inference.server.serving import RequestLimits
 from tests.unit.inference.clients import Running, bytes_engine, serving, until
 
 HEADERS = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n"
 )
+STREAM = {"prompt": ["a"] * 8, "max_tokens": 80, "stream": True, "logprobs": 20, "ignore_eos": True}
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 EVER = 3600.0
 
@@ -103,3 +112,63 @@ def test_who_leaves_in_the_middle_of_a_body_is_no_error(caplog: pytest.LogCaptur
             until(lambda: server.server.server_state.tasks)
         until(lambda: not server.server.server_state.tasks)
     assert not [record for record in caplog.records if record.exc_info], caplog.text
+
+
+@contextmanager
+def deaf_client(server: Running, path: str, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """A client that asks and reads nothing; the system takes as little for it as it may."""
+    data = json.dumps(body).encode()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(("127.0.0.1", server.port))
+        client.sendall(
+            HEADERS.replace(b" /v1/completions ", f" {path} ".encode()).replace(b"50", b"%d" % len(data))
+            + b"\r\n"
+            + data
+        )
+        yield client
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["a stream", "a whole answer"])
+def test_who_never_reads_is_closed_and_decoded_no_further(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
+    monkeypatch.setattr(http_server, "_SEND_BUFFER", 4096)
+    limits = RequestLimits(write_seconds=0.5, header_seconds=EVER)
+    with serving(bytes_engine(), limits=limits) as server:
+        with deaf_client(server, "/v1/completions", {**STREAM, "stream": streams}):
+            until(lambda: server.server.server_state.connections)
+            until(lambda: not server.server.server_state.connections)
+            server.settle()
+        assert server.complete(prompt="a", max_tokens=2).status == 200
+        assert server.service.engine.metrics().blocks_used == 0
+
+
+def test_who_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the time within which something must be read, and than connections may be idle."""
+    monkeypatch.setattr(http_server, "_SEND_BUFFER", 4096)
+    limits = RequestLimits(write_seconds=0.3, header_seconds=0.3)
+    with (
+        serving(bytes_engine(), limits=limits) as server,
+        deaf_client(server, "/v1/completions", {**STREAM, "stream": False, "seed": 1}) as client,
+    ):
+        answer, length = b"", 0
+        while (head := answer.find(b"\r\n\r\n")) < 0 or len(answer) < head + 4 + length:
+            time.sleep(0.001)
+            answer += client.recv(1 << 13)
+            if b"\r\n\r\n" in answer:
+                length = int(answer.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        assert length > 200_000 and len(json.loads(answer[head + 4 :])["choices"]) == 8
+
+
+def test_events_that_nobody_takes_are_joined() -> None:
+    async def collect() -> tuple[int, list[tuple[int, str, int]]]:
+        call = HTTPCallRequests(SimpleNamespace(submit=lambda request, listener: listeners.append(listener)), [1, 2])  # type: ignore[arg-type, list-item]
+        for number in range(500):
+            for place, listener in enumerate(listeners):
+                reply = GenerationReply("length") if number == 499 else None
+                listener(GenerationEvent(place, (TokenLogprob(number),), "x", reply))
+        await asyncio.sleep(0)
+        waiting = len(call._waiting)
+        return waiting, [(place, event.text, len(event.tokens)) async for place, event in call.events()]
+
+    listeners: list[Any] = []
+    assert asyncio.run(collect()) == (2, [(0, "x" * 500, 500), (1, "x" * 500, 500)])
