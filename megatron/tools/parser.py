@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from megatron.core.config.flags import accept_values_with_dashes
 from megatron.core.tokenizers.generation_config import GenerationDefaults
 
 _USUAL_NUM_TOKENS = 64  # that tools add to a prompt
@@ -31,6 +32,11 @@ class ToolArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **options})
+
+    def parse_known_args(self, *arguments: Any, **keywords: Any) -> Any:
+        """Parse as argparse does; values may begin with a dash."""
+        accept_values_with_dashes(self)
+        return super().parse_known_args(*arguments, **keywords)
 
     def format_usage(self) -> str:
         """Return the usage line, with a newline."""

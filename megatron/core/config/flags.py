@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -128,6 +129,25 @@ def add_config_arguments(parser: argparse.ArgumentParser, config_class: type) ->
     for field in dataclasses.fields(config_class):
         if "help" not in field.metadata and dataclasses.is_dataclass(hints[field.name]):
             add_config_arguments(parser, hints[field.name])
+
+
+def accept_values_with_dashes(parser: argparse.ArgumentParser) -> None:
+    """Let values begin with a dash, such as the pattern -GG, the window -1,0 or -1e-5, once all flags are added.
+
+    Of the words that begin with a dash and are no flags, argparse takes numbers alone for values.
+    """
+    parser._negative_number_matcher = _ValueMatcher(parser._option_string_actions)  # type: ignore[assignment]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ValueMatcher:
+    """Tells a value that begins with a dash from a misspelled flag. known: the parser's flags."""
+
+    known: Mapping[str, Any]
+
+    def match(self, word: str) -> bool:
+        """Whether a word that begins with a dash, and is no flag, is a value: it is not written like one."""
+        return f"-{word.partition('=')[0]}" not in self.known and not re.match(r"--[a-z]", word)
 
 
 def _add_argument(group: Any, field: dataclasses.Field, kind: Any) -> None:

@@ -21,6 +21,7 @@ import yaml
 
 from megatron.core.config.flags import (
     ConfigError,
+    accept_values_with_dashes,
     add_config_arguments,
     config_from_namespace,
     config_to_flat_dict,
@@ -71,6 +72,7 @@ def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) ->
         add_config_arguments(parser, config_class)
     if provider is not None:
         provider(parser)
+    accept_values_with_dashes(parser)
     return parser
 
 

@@ -309,6 +309,39 @@ def test_a_mistake_is_named_with_its_value(words: str, message: str) -> None:
     assert any(message in line for line in found), found
 
 
+@pytest.mark.parametrize(
+    "words, name, value",
+    [
+        ("--hybrid-layer-pattern -GG", "hybrid_layer_pattern", "-GG"),
+        ("--hybrid-layer-pattern --M", "hybrid_layer_pattern", "--M"),
+        ("--hybrid-layer-pattern -", "hybrid_layer_pattern", "-"),
+        ("--window-size -1,0", "window_size", "-1,0"),
+        ("--min-lr -1e-5", "min_lr", -1e-5),
+        ("--glu-linear-offset -1e-3", "glu_linear_offset", -1e-3),
+        ("--mamba-time-step-limit -1e-3 inf", "mamba_time_step_limit", (-1e-3, float("inf"))),
+        ("--freeze -x --bf16", "freeze", ("-x",)),
+    ],
+)
+def test_a_value_may_begin_with_a_dash(words: str, name: str, value: Any, tmp_path: Path) -> None:
+    flag, *given = words.removesuffix(" --bf16").split()
+    (tmp_path / "flags.yaml").write_text(yaml.safe_dump({flag[2:]: " ".join(given) if len(given) == 1 else given}))
+    for line in ([*NEEDED, *words.split()], [*NEEDED, "--yaml-cfg", str(tmp_path / "flags.yaml")]):
+        args = parse_args_unchecked(line)
+        assert not args.problems and tuple_if_list(getattr(args, name)) == value, args.problems
+
+
+def tuple_if_list(value: Any) -> Any:
+    """Values of a flag with several, as the config has them."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def test_what_is_written_like_a_flag_is_one() -> None:
+    args = parse_args_unchecked([*NEEDED, "--min-lr", "--mim-lr", "3"])
+    assert any("--mim-lr is not a flag" in line for line in args.problems) and any(
+        "--min-lr has no value" in line for line in args.problems
+    )
+
+
 def test_parse_args_prints_the_message_and_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_args([*NEEDED, "--num-leyers", "4"])
