@@ -78,7 +78,7 @@ class MultiAdapterLinear(nn.Module):
         elif self._dim == 1:
             low = region.reduce_from_region(low)
         ranks = tuple((number, self.factors[number].first.shape[0]) for number in numbers)
-        result = base + F.linear(low * self.bank.token_rank_mask(ranks, low), second)
+        result = base + F.linear(low.masked_fill(self.bank.other_adapters_mask(ranks, low), 0.0), second)
         if lengths is None:
             return result
         return result * lengths.index_select(0, self.bank.adapter_slots(numbers, result))[:, None]
@@ -122,12 +122,15 @@ class AdapterBank:
         self.active, self._of_token = tuple(sorted({*numbers} - {0})), of_token
         self._masks, self._places = {}, {}
 
-    def token_rank_mask(self, ranks: tuple[tuple[int, int], ...], low: Tensor) -> Tensor:
-        """Return 1 where a token uses the adapter of a column, given as (number, rank) pairs, [t or t/tp, 1, ranks]."""
+    def other_adapters_mask(self, ranks: tuple[tuple[int, int], ...], low: Tensor) -> Tensor:
+        """Return where a token does not use the adapter of a column, given as (number, rank) pairs, [t or t/tp, 1, ranks].
+
+        What another's adapter makes of a token may be infinite, so that it is left out and not multiplied by zero.
+        """
         if ranks not in self._masks:
             owners = [number for number, rank in ranks for _ in range(rank)]
-            same = self._adapter_of_tokens[:, None] == _upload_adapter_numbers(owners, low.device)
-            self._masks[ranks] = same[:, None].to(low.dtype)
+            other = self._adapter_of_tokens[:, None] != _upload_adapter_numbers(owners, low.device)
+            self._masks[ranks] = other[:, None]
         mask = self._masks[ranks]
         return mask if len(mask) == len(low) else self.build.tp_region.scatter_to_sequence(mask)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import count
 
+import torch
+
 from megatron.core.config.adapters import EXPERTS
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.adapter_set import LoadedAdapter, require_adapters_fit_network
+from megatron.core.families.adapter_set import LoadedAdapter, incomplete_adapter_problems, require_adapters_fit_network
 from megatron.inference.model_runner import ModelRunner
 
 # What decoding multiplies by the weight of, and not by calling the layer (latent attention).
@@ -23,7 +25,8 @@ class ServedAdapters:
 
     def __init__(self, runner: ModelRunner, *, most: int, rank: int) -> None:
         self._runner, self._most, self._rank = runner, most, rank
-        self._model = runner.networks[0].build.model
+        build = runner.networks[0].build
+        self._model, self._dtype = build.model, build.dtype
         self._numbers: dict[str, int] = {}
         # A number is given once, so that keys of an adapter that is gone are never taken for another's.
         self._serial = count(1)
@@ -47,13 +50,20 @@ class ServedAdapters:
     def load(self, name: str, adapters: LoadedAdapter) -> None:
         """Load an adapter under a name on all ranks. `CheckpointError` if it does not fit, before any rank has it."""
         problems = [*self._name_problems(name), *_adapter_problems(adapters, self._model, self._rank)]
+        problems += incomplete_adapter_problems(adapters) or _infinite_factor_problems(adapters, self._dtype)
         if self._runner.networks[0].adapters.other_engine_has_adapters:
             problems.append("another engine of this process has adapters beside this network")
         if problems:
             raise CheckpointError(f"{adapters.where} cannot be served", problems)
         require_adapters_fit_network(adapters, self._model)
         number = next(self._serial)
-        self._runner.set_adapter(number, adapters)
+        try:
+            self._runner.set_adapter(number, adapters)
+        except Exception as error:
+            if self._runner.mesh.world.size > 1:  # whose ranks may differ now
+                raise
+            self._runner.set_adapter(number, None)
+            raise CheckpointError(f"{adapters.where} cannot be served: {type(error).__name__}: {error}") from error
         self._numbers = {**self._numbers, name: number}  # anew, since other threads read it
 
     def unload(self, name: str) -> None:
@@ -85,10 +95,19 @@ def _adapter_problems(adapters: LoadedAdapter, model: ModelConfig, rank: int) ->
         yield "the network that is served has adapters of its own"
     if adapters.saved:
         yield f"it replaces whole parameters ({', '.join(list(adapters.saved)[:3])}), which all requests share; merge it"
-    highest = max(pair.rank for pair in adapters.pairs)
+    highest = max((pair.rank for pair in adapters.pairs), default=0)
     if highest > rank:
         yield f"its rank {highest} is above --max-lora-rank {rank}; raise that"
     if any(EXPERTS in pair.linear for pair in adapters.pairs):
         yield "it adapts experts, whose rows of several requests are computed together; merge it"
     if any(pair.linear.endswith(_ABSORBED) for pair in adapters.pairs):
         yield "it adapts the projection of latents to keys and values, which decoding never computes by itself; merge it"
+
+
+def _infinite_factor_problems(adapters: LoadedAdapter, dtype: torch.dtype) -> list[str]:
+    """Return which adapters have factors that are not finite in the dtype of the network: they are multiplied beside others'."""
+    return [
+        f"{pair.parameter_prefix}: its factors are not finite in {str(dtype).removeprefix('torch.')}"
+        for pair in adapters.pairs
+        if not bool(pair.first.to(dtype).isfinite().all() & (pair.scale * pair.second.to(dtype)).isfinite().all())
+    ]

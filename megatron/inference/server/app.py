@@ -264,7 +264,8 @@ def _load_adapter(body: bytes, serving: GenerationServing) -> str:
     try:
         serving.load_adapter(fields["lora_name"], fields["lora_path"])
     except CheckpointError as error:
-        summary, *problems = str(error).splitlines()
+        # names in a folder may hold half a surrogate pair, which no answer can
+        summary, *problems = str(error).encode("utf-8", "backslashreplace").decode().splitlines() or [""]
         raise RequestRefused(
             ": ".join([summary, "; ".join(map(str.strip, problems))]) if problems else summary
         ) from error

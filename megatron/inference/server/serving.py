@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.adapter_set import LoadedAdapter
 from megatron.core.tokenizers.generation_config import GenerationDefaults
 from megatron.inference.engine import Engine
@@ -59,12 +60,20 @@ class GenerationServing:
         return self.service.engine
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Load a folder's adapter under a name. `ConfigError`, `CheckpointError` or `ServiceStoppedError` if it fails."""
+        """Load a folder's adapter under a name. `ConfigError`, `CheckpointError` or `ServiceStoppedError` if it fails.
+
+        The folder may hold anything; whatever reading it raises concerns this call alone.
+        """
         if name == self.model:
             raise ConfigError(f"{name!r} is the name of the network; choose another for the adapter")
         if self.open_adapter is None:
             raise ConfigError("this server reads no adapters")
-        adapters = self.open_adapter(folder)
+        try:
+            adapters = self.open_adapter(folder)
+        except (ConfigError, CheckpointError):
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
         self.service.run_between_steps(lambda: self.engine.adapters.load(name, adapters))
 
     def adapter_named(self, model: str | None) -> str:

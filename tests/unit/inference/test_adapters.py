@@ -192,6 +192,46 @@ def test_an_adapter_that_cannot_be_served_is_refused(flags: dict[str, Any], conf
         engine.adapters.load("bad", whole)
 
 
+def test_what_an_adapter_makes_infinite_is_no_other_requests_concern() -> None:
+    flags = {**LLAMA, "fp64": False}
+    engine = with_adapters(engine_of(stages_on(1, **flags)[0], together=5))
+    wild = adapter_of(engine.model, ADAPTERS["all"])
+    pairs = tuple(replace(pair, first=pair.first * 1e38, second=pair.second * 1e30) for pair in wild.pairs)
+    engine.adapters.load("wild", replace(wild, pairs=pairs))
+    asked = [
+        greedy(text, 6, logprobs=True, adapter=NAMES[place % 4]) for place, text in enumerate(prompts(8, longest=9))
+    ]
+    expected = engine.run(asked)
+    mixed = engine.run([*asked[:4], replace(asked[0], adapter="wild"), *asked[4:]])
+    assert mixed.pop(4).reason == "error"
+    for one, other in zip(mixed, expected, strict=True):
+        assert one.ids == other.ids
+        assert [token.logprob for token in one.tokens] == pytest.approx(
+            [token.logprob for token in other.tokens], abs=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    "what", ["no magnitudes", "short magnitudes", "too many factors", "no factors", "infinite in fp32"]
+)
+def test_adapters_that_are_not_complete_are_refused_before_any_rank_has_them(what: str) -> None:
+    engine = with_adapters(engine_of(stages_on(1, **{**LLAMA, "fp64": False})[0], together=5))
+    made = adapter_of(engine.model, ADAPTERS["dora"])
+    first, *others = made.pairs
+    assert first.lengths is not None
+    pairs = {
+        "no magnitudes": (replace(first, lengths=None), *others),
+        "short magnitudes": (replace(first, lengths=first.lengths[:-1]), *others),
+        "too many factors": (*made.pairs, replace(first, linear=first.linear.replace("0", "1"), part="v")),
+        "no factors": tuple(others),
+        "infinite in fp32": (replace(first, second=first.second * 1e300), *others),
+    }[what]
+    with pytest.raises(CheckpointError, match="cannot be served"):
+        engine.adapters.load("bad", replace(made, pairs=pairs))
+    assert engine.adapters.names == tuple(ADAPTERS)
+    assert engine.run([greedy(prompts(1)[0], 3, adapter="dora")])[0].reason == "length"
+
+
 def test_an_adapter_of_another_network_is_refused() -> None:
     engine = engine_of(stages_on(1, **LLAMA)[0])
     other = stages_on(1, **{**LLAMA, "hidden_size": 16, "kv_channels": 8})[0].build.model

@@ -105,6 +105,37 @@ def test_what_cannot_be_served_gets_one_sentence() -> None:
             assert answer.status == 403 and "--allow-runtime-lora-updating" in answer.json["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "error", [KeyError("magnitude"), RuntimeError("\ud800 is half a pair"), MemoryError(), RecursionError(), OverflowError("int too large")]
+)  # fmt: skip
+def test_whatever_reading_a_folder_raises_is_its_own_calls_error(error: Exception) -> None:
+    def fails(folder: str) -> LoadedAdapter:
+        raise error
+
+    with serving(
+        engine_of(bytes_network.__wrapped__(), ByteTokenizer()), open_adapter=fails, updates_adapters=True
+    ) as server:
+        answer = server.ask("POST", "/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "a"})
+        assert answer.status == 400 and type(error).__name__ in answer.json["error"]["message"]
+        assert server.complete(**GREEDY).status == 200
+
+
+def test_an_error_while_an_adapter_is_set_leaves_the_server_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(bytes_network.__wrapped__(), ByteTokenizer())
+
+    def fails(number: int, adapters: LoadedAdapter | None) -> None:
+        if adapters is not None:
+            raise RuntimeError("out of memory")
+
+    with serving(engine, open_adapter=opened, updates_adapters=True) as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.runner.networks[0].adapters, "set_adapter", fails)
+            answer = server.ask("POST", "/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "a"})
+        assert answer.status == 400 and "RuntimeError: out of memory" in answer.json["error"]["message"]
+        assert server.complete(**GREEDY).json["choices"][0]["text"] == alone("")
+        assert server.ask("POST", "/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "a"}).status == 200
+
+
 def test_names_of_adapters_on_the_command_line() -> None:
     def read(*words: str) -> dict[str, str]:
         return adapter_folders_by_name(SimpleNamespace(lora_modules=words, model_name="net", load="x"))  # type: ignore[arg-type]
