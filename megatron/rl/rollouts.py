@@ -372,20 +372,22 @@ async def _play_all_rollouts(
     playing = [asyncio.ensure_future(play_when_slot_free(*both)) for both in zip(tasks, conversations, strict=True)]
     first = playing[:until]
     beat = since = time.monotonic()
-    while not all(task.done() for task in first):
-        await asyncio.sleep(0)
-        stepped = engine.step()
-        if not stepped:
-            if time.monotonic() - beat > 1.0:
-                engine.heartbeat()
-                beat = time.monotonic()
-            await asyncio.sleep(0 if not engine.is_idle else _IDLE_SECONDS)
-        now = time.monotonic()
-        times.generating += (now - since) * stepped
-        times.waiting += (now - since) * (not stepped)
-        since = now
-    for conversation in conversations:
-        conversation.is_paused = True
+    try:
+        while not all(task.done() for task in first):
+            await asyncio.sleep(0)
+            stepped = engine.step()
+            if not stepped:
+                if time.monotonic() - beat > 1.0:
+                    engine.heartbeat()
+                    beat = time.monotonic()
+                await asyncio.sleep(0 if not engine.is_idle else _IDLE_SECONDS)
+            now = time.monotonic()
+            times.generating += (now - since) * stepped
+            times.waiting += (now - since) * (not stepped)
+            since = now
+    finally:  # what is cancelled from now on is not the environments' doing
+        for conversation in conversations:
+            conversation.is_paused = True
     await _pause_unfinished(engine, playing)
     return [task.result() for task in playing]
 

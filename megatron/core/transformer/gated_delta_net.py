@@ -102,10 +102,14 @@ class GatedDeltaNet(nn.Module):
     def initial_state(self, batch: int) -> MixerState:
         """Return zero states for `batch` sequences of which no token has been processed."""
         sizes, weight = self.sizes, self.conv1d.weight
-        scan = weight.new_zeros(
-            (batch, self.value_heads, sizes.key_size, sizes.value_size), dtype=accumulation_dtype_of(weight.dtype)
+        # Not weight.new_zeros: the weights that FSDP2 divides make a DTensor of it.
+        scan = torch.zeros(
+            (batch, self.value_heads, sizes.key_size, sizes.value_size),
+            dtype=accumulation_dtype_of(weight.dtype),
+            device=weight.device,
         )
-        return MixerState(weight.new_zeros((sizes.conv_width - 1, batch, len(weight))), scan)
+        conv = torch.zeros((sizes.conv_width - 1, batch, len(weight)), dtype=weight.dtype, device=weight.device)
+        return MixerState(conv, scan)
 
     def _conv_and_scan_from(self, parts: list[Tensor], state: MixerState) -> tuple[Tensor, MixerState]:
         """Run convolution and scan on the next tokens' parts from a state. Returns as `_conv_and_scan`."""

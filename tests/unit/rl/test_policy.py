@@ -18,6 +18,7 @@ from megatron.training.step import train_step
 from tests.helpers.policy import PACKED, RL, EvenIds, train_policy_here, trainer_of
 from tests.helpers.training import assemble, held_weights
 from tests.helpers.world import Worlds
+from tests.unit.inference.serving import HYBRID
 
 STEPS = 3
 LLAMA: dict[str, Any] = {
@@ -95,6 +96,17 @@ def test_experts_over_ranks_sample_and_train_alike(world: Worlds) -> None:
     changes = {**MOE, "expert_model_parallel_size": 2}
     results = world(2).run(train_policy_here, {}, changes, 2)
     compare(train_policy_here({}, MOE, 2), (*results[0][:2], [held for r in results for held in r[2]], results[0][3]))
+
+
+@pytest.mark.parametrize("network", ["states", pytest.param("attention", marks=pytest.mark.nightly)])
+def test_weights_divided_by_fsdp2_sample_and_train_alike(world: Worlds, network: str) -> None:
+    """Of Mamba and gated delta nets the states are made outside of a pass, where weights are divided."""
+    changes = {**HYBRID, "hybrid_layer_pattern": "MG*-", "position_embedding_type": "none"}
+    changes = changes if network == "states" else LLAMA
+    results = world(2).run(train_policy_here, {}, {**changes, "use_torch_fsdp2": True, "ckpt_format": "torch_dist"}, 2)
+    compare(
+        train_policy_here({}, changes, 2), (*results[0][:2], [held for r in results for held in r[2]], results[0][3])
+    )
 
 
 def test_expert_bias_follows_the_tokens_of_packed_rollouts_and_not_the_rows_that_fill_up_ranks(world: Worlds) -> None:

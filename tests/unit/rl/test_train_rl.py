@@ -91,6 +91,11 @@ def test_a_policy_is_trained_from_a_checkpoint_with_it_as_the_reference_and_goes
         ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
         ("--context-parallel-size 2", 2),
         ("--use-torch-fsdp2 --rl-inference-tensor-model-parallel-size 2", 2),
+        (
+            "--use-torch-fsdp2 --bf16 --hybrid-layer-pattern MG --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 8 "
+            "--linear-num-key-heads 2 --linear-num-value-heads 2 --linear-key-head-dim 8 --linear-value-head-dim 8",
+            2,
+        ),
     ],
 )
 def test_several_ranks_are_started_by_torchrun(tmp_path: Path, words: str, ranks: int) -> None:
