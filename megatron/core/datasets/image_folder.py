@@ -153,5 +153,9 @@ class ImageFolderDatasetKind:
 
 
 def make_image_folder_dataset_kind(run: RunConfig, tokenizer: Tokenizer) -> ImageFolderDatasetKind:
-    """Return the dataset kind of an image classifier. tokenizer: unused."""
+    """Return the dataset kind of an image classifier. tokenizer: unused. `ConfigError` for --mock-data."""
+    if run.data.mock_data:
+        raise ConfigError(
+            "--mock-data: an image classifier reads a folder that holds a folder of images for each class; give --data-path FOLDER"
+        )
     return ImageFolderDatasetKind(run, ImageOptions.from_config(run.model, run.data.multimodal))

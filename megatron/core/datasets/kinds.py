@@ -205,6 +205,14 @@ def _open_pair(config: DataConfig, prefix: str, tokenizer: Mapping[str, str | in
     return IndexedDataset(prefix, config.mmap_bin_files, cache=config.object_storage_cache_path)
 
 
+def dataset_kind_of_run(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
+    """Return the dataset kind that the entry script of a network reads. `ConfigError` if the tokenizer or the settings
+    cannot give it.
+    """
+    names = {"bert": "bert", "t5": "t5", "vit": "vision_classify"}
+    return KINDS[names.get(run.model.architecture, "vlm" if run.model.has_vision else "gpt")](run, tokenizer)
+
+
 # What each entry script trains on, for tools that look at a run's data without running it.
 KINDS: Mapping[str, Callable[[RunConfig, Tokenizer], DatasetKind]] = MappingProxyType(
     {

@@ -25,6 +25,7 @@ from megatron.core.config.settings.data import DataFiles, TokenizerConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.datasets.data_splits import check_data_files
+from megatron.core.datasets.kinds import dataset_kind_of_run
 from megatron.core.datasets.special_tokens import IMAGE, token_ids_by_name
 from megatron.core.dist_checkpointing.checkpoint_folders import unwritable_reason
 from megatron.core.models.describe import global_parameter_shapes
@@ -79,12 +80,20 @@ def preflight(
     if tokenizer is not None and not problems:
         config = dataclasses.replace(config, model=_model_config_with_vocabulary(config, tokenizer))
         problems += broken_rules(config, fit_elastic_layout(given, world_size)[1])
+        problems += [("tokenizer", line) for line in _dataset_kind_problems(config, tokenizer, reads_data=reads_data)]
     if not problems and _requests_device_features(config):
         # Needs torch, which no other answer waits for.
         from megatron.training.cli.device_checks import unsupported_by_machine
 
         problems += unsupported_by_machine(config, device)
     return PreflightResult(config, tuple(problems), tuple(notes), tokenizer)
+
+
+def _dataset_kind_problems(config: RunConfig, tokenizer: Tokenizer, *, reads_data: DataFiles) -> list[str]:
+    """Return why the entry script cannot make samples with this tokenizer: special tokens or a chat template that it lacks."""
+    if reads_data != "datasets" or config.data.dataloader_type == "external":
+        return []
+    return _config_errors_of_call(lambda: dataset_kind_of_run(config, tokenizer))
 
 
 def _model_config_with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> ModelConfig:

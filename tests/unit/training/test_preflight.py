@@ -188,6 +188,35 @@ def test_what_only_a_kernel_a_tokenizer_or_a_file_refuses_is_refused_by_both(
     assert tool[0] == 2 and any(line.startswith(message) for line in tool[1]), tool
 
 
+@pytest.mark.parametrize(
+    "entry, words, message",
+    [
+        ("pretrain_bert.py", BYTES, "BERT needs [CLS], [SEP], [MASK]"),
+        ("pretrain_t5.py", [*BYTES, "--decoder-seq-length", "8"], "T5 needs begin of text"),
+        (
+            "pretrain_vision_classify.py",
+            "--mock-data --img-h 8 --img-w 8 --patch-dim 4 --num-classes 3".split(),
+            "--mock-data: an image classifier reads a folder",
+        ),
+        (
+            "pretrain_gpt.py",
+            [*BYTES, "--fim-data", "--fim-rate", "0.5"],
+            "--fim-prefix-token '<fim_prefix>' is not one",
+        ),
+    ],
+)
+def test_a_tokenizer_without_the_tokens_that_samples_need_is_refused_by_both(
+    entry: str, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [
+        *(BASE if "vision" not in entry else [word for word in BASE if word not in ("--seq-length", "16")]),
+        *words,
+    ]
+    tool = of_the_tool(entry, 1, words)
+    assert tool == of_the_run(entry, 1, words, monkeypatch)
+    assert tool[0] == 2 and any(line.startswith(message) for line in tool[1]), tool
+
+
 @pytest.mark.parametrize("script", [*ENTRIES, "tasks/main.py"])
 def test_every_entry_script_asks_before_it_starts(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
