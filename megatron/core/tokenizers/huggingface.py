@@ -21,18 +21,19 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags import ConfigError, raise_config_error_if
+from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.tokenizers.base import (
     Tokenizer,
     add_prefix_and_suffix_ids,
     character_to_byte_spans,
     hash_parts,
-    read_flag_file_json,
     read_flag_file_text,
 )
 from megatron.core.tokenizers.bytelevel import BPEFromMerges, ByteLevelBPE, byte_of_character, vocab_token_to_bytes
 from megatron.core.tokenizers.engines import PATTERNS, Engine, tokenizers_engine
 from megatron.core.tokenizers.incremental import REPLACEMENT, clean_up_spaces, decode_pieces
+from megatron.core.tokenizers.tokenizer_config import TokenizerFolderConfig, read_tokenizer_config
 
 FLAG = "--tokenizer-model"
 NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -44,6 +45,10 @@ NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "sep": ("<sep>", "[SEP]"),
         "mask": ("<mask>", "[MASK]"),
     }
+)
+# What tokenizer.json consists of; truncation and padding are of batches that transformers makes.
+_PARTS = frozenset(
+    "version truncation padding added_tokens normalizer pre_tokenizer post_processor decoder model".split()
 )
 _DECODERS = ("ByteLevel", "WordPiece", "Metaspace", "BPEDecoder", "Replace", "ByteFallback", "Fuse", "Strip")
 
@@ -58,18 +63,18 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, model: str | Path, *, include_special: bool = True) -> None:
         path = Path(model) / "tokenizer.json" if Path(model).is_dir() else Path(model)
         self._text = read_flag_file_text(path, FLAG)
+        parsed = _parse_tokenizer_json(self._text, path)
+        self._config = read_tokenizer_config(path.parent, parsed)
         self._tokenizer = _load_tokenizer_json(self._text, path)
+        added = _special_added_tokens(self._tokenizer)
+        _add_configured_tokens(self._tokenizer, self._config, path.parent)
         self._tokenizer.encode_special_tokens = True
         self._tokens = {number: token for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items()}
         self.vocab_size = max(self._tokens, default=-1) + 1
-        added = {
-            token.content: number
-            for number, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
-        named, extra, self.chat_template = _special_tokens_and_template(
-            path.parent, {token: number for number, token in self._tokens.items()}, added
+        named, extra = _ids_of_named_tokens(
+            path.parent, self._config, {token: number for number, token in self._tokens.items()}, added
         )
+        self.chat_template = self._config.chat_template
         self.bos, self.eos, self.pad = named["bos"], named["eos"], named["pad"]
         self.cls, self.sep, self.mask = named["cls"], named["sep"], named["mask"]
         end = self.sep if self.eos is None else self.eos
@@ -82,17 +87,20 @@ class HuggingFaceTokenizer(Tokenizer):
         self.additional_special_tokens_ids = extra or tuple(
             added[token] for token in sorted(sentinels, key=_sentinel_number)
         )
-        self.special = added
-        self.added_tokens = self._tokenizer.get_added_tokens_decoder()
+        self.added_tokens = self._special_aware_tokenizer.get_added_tokens_decoder()
+        self.special = _special_added_tokens(self._special_aware_tokenizer)
         self.names_found_in_text = frozenset(token.content for token in self.added_tokens.values())
-        decoders = _decoder_kinds(json.loads(self._text), path)
+        self.cleans_up_spaces = self._config.cleans_up_spaces
+        decoders = _decoder_kinds(parsed, path)
         self._is_byte_level, self.replaces_each_byte = decoders == ["ByteLevel"], "ByteFallback" in decoders
         self.special_ids = tuple(sorted(({*added.values(), *named.values(), *extra} - {None, self.pad}) | {self.eod}))
         frame = _special_ids_around_text(self._tokenizer) if include_special else ((), ())
         self._frame_known = frame is not None
         self._prefix, self._suffix = frame or ((), ())
         self._bytes = (
-            _equivalent_byte_level_bpe(json.loads(self._text), self._tokenizer, added) if self._frame_known else None
+            _equivalent_byte_level_bpe(parsed, self._tokenizer, _special_added_tokens(self._tokenizer))
+            if self._frame_known
+            else None
         )
 
     @cached_property
@@ -113,8 +121,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _special_aware_tokenizer(self) -> Any:
-        """A second instance that recognizes the names of special tokens in text."""
-        return _load_tokenizer_json(self._text, "tokenizer.json")
+        """A second instance that recognizes the names of special tokens in text, those named beside tokenizer.json, too."""
+        aware = _load_tokenizer_json(self._text, "tokenizer.json")
+        _add_configured_tokens(aware, self._config, Path())
+        present = {token.content for token in aware.get_added_tokens_decoder().values()}
+        named = [*(self._config.names or {}).values(), *self._config.extra, *self._config.of_model]
+        aware.add_special_tokens([token for token in dict.fromkeys(named) if token not in present])
+        return aware
 
     @property
     def engine(self) -> str:
@@ -251,61 +264,67 @@ def _sentinel_number(sentinel: str) -> int:
     return int(digits) if digits else 0
 
 
-def _special_tokens_and_template(
-    folder: Path, numbers: Mapping[str, int], added: Mapping[str, int]
-) -> tuple[dict[str, int | None], tuple[int, ...], str | None]:
-    """Read the files beside a tokenizer.json: return ids of the named special tokens (None if missing), ids of
-    additional ones, and the chat template.
+def _parse_tokenizer_json(text: str, path: str | Path) -> dict[str, Any]:
+    """Return the content of a tokenizer.json. `ConfigError` for parts that nobody here knows, or that draw at random."""
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{FLAG} {path} is not a tokenizer.json, or is damaged: {error}") from error
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("model"), dict):
+        raise ConfigError(f"{FLAG} {path} is not a tokenizer.json: it has no model")
+    keys = ForeignMapping(parsed, harmless=_PARTS)
+    if parsed["model"].get("dropout"):
+        keys.problems.append(f"model.dropout: {parsed['model']['dropout']!r} encodes a text otherwise each time")
+    raise_config_error_if(f"{FLAG} {path}: {problem}" for problem in keys.all_problems())
+    return parsed
 
-    numbers: token -> id. added: special tokens of tokenizer.json. `ConfigError` for a named token without an id.
+
+def _special_added_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the special tokens that were added to a vocabulary: name -> id."""
+    tokens = tokenizer.get_added_tokens_decoder()
+    return {token.content: number for number, token in tokens.items() if token.special}
+
+
+def _add_configured_tokens(tokenizer: Any, config: TokenizerFolderConfig, folder: Path) -> None:
+    """Add the tokens that tokenizer_config.json lists, or give them its flags. `ConfigError` if one would get another id."""
+    import tokenizers
+
+    for number, fields in config.added:
+        token = tokenizers.AddedToken(**fields)
+        if len(fields) == 1 and tokenizer.token_to_id(token.content) is not None:
+            continue  # an older file, without flags
+        if not any(repr(token) == repr(present) for present in tokenizer.get_added_tokens_decoder().values()):
+            tokenizer.add_tokens([token])
+        if number is not None and tokenizer.token_to_id(token.content) != number:
+            raise ConfigError(
+                f"{FLAG} {folder}: {token.content!r} has the id {number} in tokenizer_config.json or added_tokens.json, and by "
+                f"tokenizer.json {tokenizer.token_to_id(token.content)}; the files do not belong together"
+            )
+
+
+def _ids_of_named_tokens(
+    folder: Path, config: TokenizerFolderConfig, numbers: Mapping[str, int], added: Mapping[str, int]
+) -> tuple[dict[str, int | None], tuple[int, ...]]:
+    """Return the ids of the named special tokens (None if missing), and of additional ones. numbers: token -> id. added:
+    special tokens of tokenizer.json. `ConfigError` for a named token without an id.
     """
-    config = _merged_tokenizer_config(folder)
 
-    def token_id(value: object, key: str) -> int:
-        token = value.get("content") if isinstance(value, dict) else value
-        if not isinstance(token, str) or token not in numbers:
+    def token_id(token: str, key: str) -> int:
+        if token not in numbers:
             raise ConfigError(
                 f"{FLAG} {folder}: tokenizer_config.json or special_tokens_map.json names {token!r} as {key}, "
                 "but tokenizer.json has no such token"
             )
         return numbers[token]
 
-    if any(f"{name}_token" in config for name in NAMES):
-        named = {
-            name: token_id(config[f"{name}_token"], f"{name}_token") if f"{name}_token" in config else None
-            for name in NAMES
-        }
+    if config.names is None:
+        named = {role: next((added[token] for token in usual if token in added), None) for role, usual in NAMES.items()}
     else:
-        named = {name: next((added[token] for token in usual if token in added), None) for name, usual in NAMES.items()}
-    keys = ("extra_special_tokens", "additional_special_tokens")
-    extra: list[object] = next((config[key] for key in keys if isinstance(config.get(key), list)), [])
-    return (
-        named,
-        tuple(token_id(token, "a special token") for token in extra),
-        _chat_template(folder, config.get("chat_template")),
-    )
-
-
-def _merged_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the merged content of the files beside a tokenizer.json, without nulls."""
-    config: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).exists():
-            content = read_flag_file_json(folder / name, FLAG)
-            if not isinstance(content, dict):
-                raise ConfigError(f"{FLAG} {folder / name} is not a JSON object")
-            config |= {key: value for key, value in content.items() if value is not None}
-    return config
-
-
-def _chat_template(folder: Path, setting: object) -> str | None:
-    """Return the chat template; if there are several, the one named default."""
-    if (folder / "chat_template.jinja").exists():
-        return read_flag_file_text(folder / "chat_template.jinja", FLAG)
-    if isinstance(setting, list):
-        templates = {row.get("name"): row.get("template") for row in setting if isinstance(row, dict)}
-        setting = templates.get("default")
-    return setting if isinstance(setting, str) else None
+        ids = {role: token_id(token, f"{role}_token") for role, token in config.names.items()}
+        named = {role: ids.get(role) for role in NAMES}
+    for token in config.of_model:
+        token_id(token, "a special token")
+    return named, tuple(token_id(token, "a special token") for token in config.extra)
 
 
 def _special_ids_around_text(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
