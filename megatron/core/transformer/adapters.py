@@ -110,7 +110,7 @@ class ExpertLoRAFactors(nn.Module):
 
 
 class GroupedLinearAdapter(nn.Module):
-    """The LoRA adapters of a grouped linear layer (experts): one of the whole matrix, or one for each fused part."""
+    """The LoRA adapters of a grouped linear layer (experts): of the whole matrix, of fused parts, or both, which add up."""
 
     def __init__(
         self, plans: Sequence[AdapterPlan], names: Sequence[str], weight: nn.Parameter, build: LayerBuildContext
@@ -136,13 +136,15 @@ class GroupedLinearAdapter(nn.Module):
         for name, pair in cast(list[tuple[str, ExpertLoRAFactors]], list(self.pairs.items())):
             low = self.multiply(x, pair.lora_A, counts, None)
             products[name] = self.multiply(low, pair.lora_B, counts, None) * pair.scale
-        if WHOLE in products:
-            return products[WHOLE]
+        whole = products.pop(WHOLE, None)
+        if whole is not None and not products:
+            return whole
         nothing = x.new_zeros(())
-        return torch.cat(
+        parts = torch.cat(
             [
                 products[name] if name in products else nothing.expand(x.shape[0], size)
                 for name, size in zip(self.names, self.sizes, strict=True)
             ],
             dim=-1,
         )
+        return parts if whole is None else whole + parts

@@ -131,3 +131,23 @@ def test_dropout_differs_between_ranks_where_their_inputs_do(sequence_parallel: 
         assert all(0.2 < sum(row) / 64 < 0.8 for rows in found.values() for row in rows)
     for found in world(2).run(masks, layout, True):
         assert not any(first != second for first, second in found.values()), "the defect was not planted"
+
+
+def test_adapters_of_experts_as_a_whole_and_of_their_parts_add_up() -> None:
+    changes = {**MODELS["lora-moe"], "lora_targets": ("*.experts.linear_fc1", "*.experts.linear_fc1.up=2")}
+    trainer = build(**changes)
+    layer = trainer.stages[0].decoder.layers["0"].mlp.experts.linear_fc1
+    pairs, counts = layer.adapter.pairs, torch.tensor([2, 0, 3, 1])
+    for param in layer.adapter.parameters():
+        param.data.uniform_(-1.0, 1.0)
+    x = torch.randn(6, layer.weight.shape[2], dtype=torch.float64)
+    expert = torch.arange(4).repeat_interleave(counts)
+    deltas = {name: pair.scale * pair.lora_B @ pair.lora_A for name, pair in pairs.items()}
+    total = deltas["whole"].clone()
+    total[:, total.shape[1] // 2 :] += deltas["up"]  # gate | up
+    expected = torch.einsum("toi,ti->to", total[expert], x)
+    trainer.parallels[0].zero_gradients()
+    found = layer.adapter(x, counts)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    found.sum().backward()
+    assert all(param.main_grad.total.any() for param in layer.adapter.parameters())

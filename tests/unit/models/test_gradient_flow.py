@@ -18,7 +18,7 @@ CASES: dict[str, dict[str, Any]] = {
         name: MODELS[name]
         for name in (
             *("llama", "lora", "lora-fused", "lora-some", "lora-last", "lora-last-fused", "lora-saved", "frozen"),
-            *("lora-moe-fused", "lora-t5", "mla-mtp2", "mtp3-repeated", "mtp2-apart", "moe-shared"),
+            *("lora-moe", "lora-moe-fused", "lora-t5", "mla-mtp2", "mtp3-repeated", "mtp2-apart", "moe-shared"),
             *("vlm", "vlm-projector", "vlm-frozen-vit", "vlm-frozen-lm", "vlm-frozen-projector", "vlm-moe", "vit"),
         )
     },
