@@ -92,6 +92,29 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], rule: str, words:
     assert words in found.get(rule, ""), found
 
 
+@pytest.mark.parametrize(
+    "kind, target, offered, absent",
+    [
+        ("llama", "nothing", "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, linear_qkv, linear_proj,", "q_a_proj"),
+        ("mamba", "linear_qkv", "all-linear, in_proj, out_proj or patterns", "linear_qkv,"),
+    ],
+)  # fmt: skip
+def test_what_names_no_linear_layer_is_refused_with_the_names_of_this_network(
+    kind: str, target: str, offered: str, absent: str
+) -> None:
+    flags = {**MODELS["llama"], "lora_rank": 4, "lora_targets": (target,)}
+    if kind == "mamba":
+        flags |= {
+            "hybrid_layer_pattern": "MM",
+            "num_layers": 2,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "mamba_state_dim": 8,
+        }
+    message = dict(broken_rules(tiny.config(**flags), 1))["adapter-targets"]
+    assert offered in message and absent not in message.partition("choose of")[2], message
+
+
 def test_an_adapter_that_fits_breaks_no_rule() -> None:
     config = tiny.config(
         **{**MODELS["llama"], "lora_rank": 4, "lora_dropout": 0.1, "dora": True, "freeze": ("embedding.*",)}

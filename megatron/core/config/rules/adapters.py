@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megatron.core.config.adapters import (
     ALL_LINEAR,
@@ -12,9 +12,10 @@ from megatron.core.config.adapters import (
     layers_matching_target,
     rank_and_alpha_of_lora_target,
 )
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.plan import LayerPlan, network_layer_plans
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.adapter import AdapterConfig
+from megatron.core.config.settings.model import ModelConfig
 
 
 @config_rule("adapter-numbers")
@@ -60,7 +61,9 @@ def _lora_target_problems(s: ConfigRuleInput) -> str:
     kinds: dict[str, set[bool]] = {}
     for target in config.lora_targets:
         chosen = layers_matching_target(model, rows, target)
-        problems += _single_target_problems(config, target, chosen)
+        problems += (
+            _single_target_problems(config, target, chosen) if chosen else [_no_target_text(model, rows, target)]
+        )
         for linear, part, shape in chosen:
             if len(shape.parts) > 1:
                 kinds.setdefault(linear, set()).add(part == "")
@@ -72,18 +75,20 @@ def _lora_target_problems(s: ConfigRuleInput) -> str:
     return "\n  ".join(dict.fromkeys(problems))
 
 
+def _no_target_text(model: ModelConfig, rows: Iterable[LayerPlan], target: str) -> str:
+    """Say that a target names nothing, and what names this network has: projections, and our matrices."""
+    linears = layers_matching_target(model, rows, ALL_LINEAR)
+    matrices = [linear.rpartition(".")[2] for linear, _, _ in linears]
+    projections = [PROJECTIONS.get((matrix, part)) for matrix, (_, part, _) in zip(matrices, linears, strict=True)]
+    names = dict.fromkeys(name for name in (ALL_LINEAR, *projections, *matrices) if name)
+    return f"--lora-targets {target} names no linear layer of this network; choose of {', '.join(names)} or patterns of full names"
+
+
 def _single_target_problems(
     config: AdapterConfig, target: str, chosen: list[tuple[str, str, LinearShape]]
 ) -> Iterator[str]:
     """Yield what is wrong with one target. chosen: (linear layer, part, shape) of everything that it names."""
     rank = rank_and_alpha_of_lora_target(config, target)[0]
-    if not chosen:
-        yield (
-            f"--lora-targets {target} names no linear layer of this network; choose of {ALL_LINEAR}, "
-            f"{', '.join(dict.fromkeys(PROJECTIONS.values()))}, our names (linear_qkv, linear_proj, linear_fc1, linear_fc2) or patterns of "
-            "full names"
-        )
-        return
     most, name = min(
         (min(shape.inputs, shape.row_offset_and_count_of_part(part)[1]), f"{linear}.{part}".rstrip("."))
         for linear, part, shape in chosen
