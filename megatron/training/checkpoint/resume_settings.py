@@ -14,7 +14,7 @@ A setting that a network does not use (`core/config/settings/network.py`) is ano
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -51,6 +51,8 @@ def compare_checkpoint_settings(
     known = {"true_vocab_size": mine["true_vocab_size"]} if complete else mine
     theirs = config_from_flat_dict(RequestedModel, {**known, **saved}).resolve()
     other = config_to_flat_dict(theirs)
+    if weights_only and not theirs.adapter.has_adapters:  # new adapters add nothing to what a base computes
+        theirs = replace(theirs, adapter=config.model.adapter)
     differences = network_setting_differences(theirs, config.model)
     lines = {
         role: [_setting_difference_line(name, other[name], mine[name]) for name in differences if network[name] == role]

@@ -57,6 +57,17 @@ def test_a_run_goes_on_from_its_adapters_and_their_base(tmp_path: Path, kind: di
     assert all(torch.equal(a[3], b[3]) for a, b in zip(held_weights(first), held_weights(second), strict=True))
 
 
+def test_a_base_under_new_adapters_is_no_other_function(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Adapters add nothing at first. What else differs is said."""
+    base_in(tmp_path / "base")
+    caplog.set_level("INFO")
+    for kind, words in (({**LORA, "lora_rslora": True}, ""), ({**LORA, "rotary_base": 77}, "another function")):
+        caplog.clear()
+        assert Checkpointer(build(**kind, pretrained_checkpoint=str(tmp_path / "base"))).resume()
+        notes = [one for one in caplog.messages if "another function" in one]
+        assert bool(notes) == bool(words) and not any("lora" in one for one in notes), notes
+
+
 def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
     for seed in (7, 8):
         base_in(tmp_path / f"base{seed}", seed=seed)
