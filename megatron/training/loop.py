@@ -91,6 +91,8 @@ def pretrain(
         checkpoint = Checkpointer(trainer, lock=lock)
         if checkpoint.resume():
             run.run_log.add("loaded", **dataclasses.asdict(run.progress))
+            if note := trainer.batches.resume_note(run.progress.iteration, run.progress.consumed_train_samples):
+                run.print_rank_0(f"WARNING: {note}")
         trainer.batches.require_divisible_sizes(run.progress.consumed_train_samples)
         reruns = run.config.faults.effective_rerun_mode != "disabled"
         validator = StepRerun(trainer) if reruns else StepValidator(run.config)

@@ -113,6 +113,21 @@ class BatchSchedule:
             consumed, steps = consumed + here * size, steps - here
         return consumed + steps * self.batch_size_after(consumed).global_batch_size - begin
 
+    def resume_note(self, iterations: int, consumed: int) -> str:
+        """Return what a resumed run should know if the iterations before it took other batches than a schedule of several
+        sizes would have; "" if they took these, or the batch is constant.
+
+        iterations, consumed: of the checkpoint. A run moves along the schedule by its samples, and ends by its iterations.
+        """
+        planned = self.samples_of_next_steps(iterations)
+        if len(self.steps) == 1 or planned == consumed:
+            return ""
+        return (
+            f"the {iterations} iterations of the checkpoint took {consumed} samples, and by this run's batch sizes {planned}: the next step "
+            f"takes {self.batch_size_after(consumed).global_batch_size}, and the run may end before or after its data does. "
+            "Megatron ignores --rampup-batch-size since 0.19; to go on as it did, leave the flag out"
+        )
+
     def num_iterations(self, train: TrainConfig) -> int:
         """Return the number of iterations of the run, from --train-iters or --train-samples."""
         return train.train_iters or self.num_whole_steps(train.train_samples or 0)

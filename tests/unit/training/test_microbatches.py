@@ -122,3 +122,13 @@ def test_iterations_counts_the_whole_steps_of_a_run(fields, samples):
 def test_a_schedule_is_plain_frozen_data():
     with pytest.raises(dataclasses.FrozenInstanceError):
         build().unit = 3
+
+
+def test_a_checkpoint_whose_steps_took_other_batches_than_the_ramp_is_told_of() -> None:
+    ramp = BatchSchedule(((0, 2), (4, 4), (12, 8)), 2)
+    ramped = ramp.samples_of_next_steps(5)
+    assert ramped == 2 + 2 + 4 + 4 + 8 and ramp.resume_note(5, ramped) == ""
+    assert "took 40 samples, and by this run's batch sizes 20" in ramp.resume_note(5, 5 * 8)
+    assert (
+        BatchSchedule(((0, 8),), 2).resume_note(5, 17) == ""
+    )  # the batch was another before, which is the user's word
