@@ -237,6 +237,11 @@ def _print_startup_summary(run: RunContext) -> None:
                 if config.precision.low.first_last_layers_bf16
                 else ""
             )
+            + (
+                "; --tp-comm-overlap overlaps none of them, since they are scaled as a whole"
+                if config.parallel.tp_comm_overlap
+                else ""
+            )
         )
     moe = config.model.moe
     if moe.num_experts:

@@ -84,7 +84,8 @@ class RunContext:
     @property
     def _overlapped_matmuls(self) -> MatmulOverlapOptions:
         parallel = self.config.parallel
-        if not parallel.tp_comm_overlap:
+        # Matrices of 8 and 4 bits are scaled as a whole, and not piece by piece.
+        if not parallel.tp_comm_overlap or self.config.precision.low.recipe_name:
             return MatmulOverlapOptions()
         return MatmulOverlapOptions(
             parallel.tp_comm_overlap_ag, parallel.tp_comm_overlap_rs, parallel.tp_comm_overlap_rs_dgrad

@@ -236,7 +236,6 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
      ("two passes under way", "--recompute-granularity")),
     ("overlap", 2, {**MOE, "expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True, "pipeline_schedule": "gpipe"},
      ("1F1B two by two",)),
-    ("overlap", 1, {"tp_comm_overlap": True, "sequence_parallel": True, "bf16": True, **FP8}, ("scaled as a whole", "leave it out")),
     ("data", 1, {"data_path": ("x",)}, ("--mock-data and --data-path",)),
     ("data", 1, {"mock_data": False}, ("nothing says what to read",)),
     ("data", 1, {"train_data_path": ("x",)}, ("paths for each split",)),
@@ -389,7 +388,7 @@ def test_a_bad_setting_breaks_its_rule_and_the_message_says_what_to_do(name: str
     (1, {"window_size": "(4, 0)", "window_attn_skip_freq": "[1]*7+[0]", "softmax_type": "learnable", "attention_output_gate": True}),
     (1, {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0, "no_rope_freq": "4"}),
     (1, {"position_embedding_type": "mrope", "mrope_section": (2, 1, 1)}), (1, {"qk_clip": True, "qk_clip_threshold": 30.0}),
-    (4, {**FP8, **TP4}), (1, {**FP8, "bf16": True, "first_last_layers_bf16": True}), (1, {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"}),
+    (4, {**FP8, **TP4}), (4, {**FP8, **TP4, "sequence_parallel": True, "tp_comm_overlap": True}), (1, {**FP8, "bf16": True, "first_last_layers_bf16": True}), (1, {"fp8_format": "e4m3", "fp8_recipe": "mxfp8"}),
     (1, {"fp4_format": "e2m1", "fp4_recipe": "nvfp4"}),
     (2, {**FP8, "fp8_param_gather": True, "use_distributed_optimizer": True})])
 def test_good_settings_break_no_rule(world_size: int, changes: dict[str, Any]) -> None:

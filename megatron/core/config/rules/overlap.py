@@ -22,11 +22,6 @@ def overlap_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield "--tp-comm-overlap sends pieces of the sequence round, which --sequence-parallel cuts; add it"
     if parallel.tp_comm_overlap_rs_dgrad and not parallel.tp_comm_overlap:
         yield "--tp-comm-overlap-rs-dgrad is for --tp-comm-overlap only; add it"
-    if parallel.tp_comm_overlap and run.precision.low.recipe_name:
-        yield (
-            "--tp-comm-overlap multiplies piece by piece, and matrices of 8 and 4 bits are scaled as a whole; leave it out, or "
-            "those"
-        )
     if parallel.overlap_moe_expert_parallel_comm:
         yield from _dual_batch_problems(run)
     if parallel.delay_wgrad_compute:
