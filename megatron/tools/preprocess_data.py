@@ -32,7 +32,7 @@ from megatron.core.datasets.ingest.pipeline import (
     measure_preprocess_throughput,
     preprocess,
 )
-from megatron.tools.parser import ToolArgumentParser
+from megatron.tools.parser import ToolArgumentParser, add_input_format_options
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -64,18 +64,7 @@ def _add_input_arguments(parser: argparse.ArgumentParser) -> None:
         help="files, folders or patterns with *, read one after the other; - is standard input. By their endings: "
         ".jsonl and .json JSON lines, .txt plain text, both also with .gz or .zst; .parquet; .arrow",
     )
-    group.add_argument(
-        "--input-format",
-        choices=["auto", "jsonl", "txt", "parquet", "arrow"],
-        default="auto",
-        help="format of all inputs; auto: by their endings, JSON lines where the ending says nothing",
-    )
-    group.add_argument(
-        "--text-documents",
-        choices=["file", "line"],
-        default="file",
-        help="what a document of a plain text file is: the whole file, or each line (default: file)",
-    )
+    add_input_format_options(group)
     group.add_argument(
         "--json-keys",
         "--json-key",
@@ -162,6 +151,14 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="accepted, and not needed: the input is one stream, whose order is kept, for any number",
+    )
+    group.add_argument(
+        "--dataset-impl",
+        choices=["mmap"],
+        help="accepted, and not needed, as in older releases of Megatron-LM: there is one form of files",
+    )
+    group.add_argument(
+        "--chunk-size", type=int, metavar="N", help="accepted, and not needed: workers take documents as they come"
     )
     group.add_argument(
         "--keep-sequential-samples",
@@ -312,6 +309,11 @@ def preprocess_and_summarize(args: argparse.Namespace) -> str:
     if args.partitions > 1 or args.keep_sequential_samples:
         print(
             "--partitions and --keep-sequential-samples: the input is one stream, and its order is kept without them",
+            file=sys.stderr,
+        )
+    if args.dataset_impl or args.chunk_size:
+        print(
+            "--dataset-impl mmap and --chunk-size: there is one form of files, and workers take documents as they come",
             file=sys.stderr,
         )
     known = all(source.path != STANDARD_INPUT for source in order.sources)

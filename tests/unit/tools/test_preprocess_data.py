@@ -356,6 +356,7 @@ def test_settings_that_cannot_work_are_named(tool, tmp_path, arguments, message)
         ["--workers", "0"],
         ["--json-keys", "a", "a"],
         ["--partition", "2"],
+        ["--dataset-impl", "lazy"],
         ["--shard", "2/2"],
         ["--shard", "1"],
         ["--journal-interval", "-1"],
@@ -551,10 +552,16 @@ def test_flags_of_other_programmes_for_what_is_always_so_are_answered(tool, tmp_
             "--partitions",
             "4",
             "--keep-sequential-samples",
+            "--dataset-impl",
+            "mmap",
+            "--chunk-size",
+            "25",
             *BYTES,
         ]
     )
-    assert "--partitions and --keep-sequential-samples: the input is one stream" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "--partitions and --keep-sequential-samples: the input is one stream" in told
+    assert "--dataset-impl mmap and --chunk-size: there is one form of files" in told
     assert pair_at(tmp_path / "o_text_document") == expected_pair([[97]], "H", 8)
 
 
