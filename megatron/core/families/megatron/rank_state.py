@@ -29,7 +29,7 @@ from megatron.core.families.megatron.buffers import (
     candidate_buffer_layouts,
 )
 from megatron.core.families.megatron.names import COPY_OF_POSITIONS
-from megatron.core.families.megatron.pickles import read_torch_file
+from megatron.core.families.megatron.pickles import attributes_of_inert, read_torch_file
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 SLOTS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # of a distributed optimizer
@@ -94,7 +94,7 @@ def _undistributed_optimizer_state(
     """Return slot -> key -> tensor of an optimizer that numbers its parameters group by group; {} if it has no state."""
     inner = optimizer.get("optimizer", optimizer)
     main = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
-    states = inner.get("state") if isinstance(inner, Mapping) else None
+    states = attributes_of_inert(inner).get("state")
     if not isinstance(states, Mapping) or not (states or main):
         return {}
     kept = _slots_of_states(states, path)
