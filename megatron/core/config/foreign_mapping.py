@@ -67,9 +67,9 @@ class ForeignMapping:
         return 1.0
 
     def boolean(self, name: str, default: bool) -> bool:
-        """Take true or false; null counts as missing. A problem is noted for anything else."""
-        value = self._pop_or_default(name, default)
-        if not isinstance(value, bool):
+        """Take true or false; null is false, as programs in Python take it. A problem is noted for anything else."""
+        value = self._left.pop(name, default)
+        if value is not None and not isinstance(value, bool):
             self.problems.append(f"{name}: {short_value(value)} is neither true nor false")
         return value is True
 
@@ -82,12 +82,16 @@ class ForeignMapping:
         return ""
 
     def one_of(self, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
-        """Take a value; a problem is noted if it is not among those allowed. default: if the key is missing or null."""
-        value = self._pop_or_default(name, default)
+        """Take a value; a problem is noted if it is not among those allowed. default: if the key is missing or null; of a
+        switch, null is false.
+        """
+        value = self._left.pop(name, default)
+        if value is None:
+            value = False if isinstance(default, bool) else default
         if value not in allowed:
             self.problems.append(
                 f"{name}: {short_value(value)} has no counterpart here; "
-                f"{' or '.join(short_value(one) for one in allowed)} has"
+                f"{' or '.join('null' if one is None else short_value(one) for one in allowed)} has"
             )
         return value
 

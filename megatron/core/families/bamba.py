@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config.foreign_mapping import ForeignMapping
+from megatron.core.config.foreign_mapping import ForeignMapping, short_value
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import PlainKeys, read_plain_keys, write_plain_keys
@@ -24,9 +24,18 @@ from megatron.core.families.parameter_mapping import (
     rename_only_weight_mappings,
 )
 from megatron.core.families.qwen import write_head_dim_key
-from megatron.core.families.qwen_next import pop_partial_rotary_factor, write_partial_rotary_factor
+from megatron.core.families.qwen_next import (
+    note_rotated_channels_problem,
+    pop_partial_rotary_factor,
+    write_partial_rotary_factor,
+)
 
 _SAYS_NOTHING = ("mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient")
+# How first values were drawn, a size that mamba_d_ssm and intermediate_size say, and a switch that the class does not read.
+_FALCON_SAYS_NOTHING = (
+    *("time_step_floor", "time_step_max", "time_step_min", "time_step_rank"),
+    *("mlp_expansion_factor", "mamba_use_mlp"),
+)
 _FACTORS = (
     "embedding_multiplier",
     "lm_head_multiplier",
@@ -36,7 +45,7 @@ _FACTORS = (
     "ssm_in_multiplier",
     "ssm_out_multiplier",
 )
-_FACTOR_LISTS = ("ssm_multipliers", "mlp_multipliers")
+_FACTOR_LISTS = {"ssm_multipliers": 5, "mlp_multipliers": 2}  # and how many they are
 _MAMBA_KEYS: PlainKeys = {"mamba_n_groups": ("mamba_num_groups", 1), "mamba_d_state": ("mamba_state_dim", 256)}
 _PINNED = (*NO_BIAS, ("mlp_bias", False), ("mamba_d_conv", 4), ("mamba_conv_bias", True), ("mamba_proj_bias", False))
 _NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "pre_ff_layernorm"}
@@ -60,8 +69,10 @@ def _read_mamba_keys(keys: ForeignMapping, inner: int) -> dict[str, Any]:
 def _read_bamba_config(keys: ForeignMapping) -> dict[str, Any]:
     keys.pop_or_none("partial_rotary_factor")  # which the class passes over
     share = pop_partial_rotary_factor(keys, _SHARE)
-    keys.set_key_defaults(rms_norm_eps=1e-5)
     settings, attending = read_llama_keys(keys), keys.pop_or_none("attn_layer_indices") or []
+    note_rotated_channels_problem(keys, share, settings["kv_channels"])
+    rotated = int(settings["kv_channels"] * share)
+    keys.one_of("attn_rotary_emb", (rotated,), rotated)  # another name of the same, in channels
     layers = range(settings["num_layers"])
     return {
         **settings,
@@ -102,12 +113,11 @@ def _mamba_config_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str,
 
 
 def _read_falcon_h1_config(keys: ForeignMapping) -> dict[str, Any]:
-    keys.set_key_defaults(rms_norm_eps=1e-5)
     normed, before = keys.boolean("mamba_rms_norm", False), keys.boolean("mamba_norm_before_gate", True)
     settings = read_llama_keys(keys)
     inner = keys.positive_int("mamba_d_ssm", keys.positive_int("mamba_expand", 2) * settings["hidden_size"])
     factors = {name: keys.non_negative_float(name, 1.0, positive=True) for name in _FACTORS}
-    lists = {name: tuple(map(float, keys.pop_or_none(name) or ())) for name in _FACTOR_LISTS}
+    lists = {name: _read_factors(keys, name, count) for name, count in _FACTOR_LISTS.items()}
     return {
         **settings,
         **_read_mamba_keys(keys, inner),
@@ -117,6 +127,16 @@ def _read_falcon_h1_config(keys: ForeignMapping) -> dict[str, Any]:
         "mamba_output_norm": ("before_gate" if before else "after_gate") if normed else "none",
         "mamba_norm_epsilon": settings["norm_epsilon"],
     }
+
+
+def _read_factors(keys: ForeignMapping, name: str, count: int) -> tuple[float, ...]:
+    """Take a list of so many factors; () if it is missing or null, and with a problem noted if it is anything else."""
+    values = keys.pop_or_none(name) or ()
+    if isinstance(values, (list, tuple)) and len(values) in (0, count):
+        if all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
+            return tuple(map(float, values))
+    keys.problems.append(f"{name}: {short_value(values)} is not a list of {count} numbers")
+    return ()
 
 
 def _write_falcon_h1_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,6 +198,7 @@ BAMBA = Family(
     parameter_mappings,
     silent=_SAYS_NOTHING,
     pinned=_PINNED,
+    usual=(("rms_norm_eps", 1e-5), ("num_key_value_heads", 8)),
 )
 FALCON_H1 = Family(
     "falcon_h1",
@@ -186,6 +207,7 @@ FALCON_H1 = Family(
     _read_falcon_h1_config,
     _write_falcon_h1_config,
     falcon_h1_mappings,
-    silent=_SAYS_NOTHING,
+    silent=(*_SAYS_NOTHING, *_FALCON_SAYS_NOTHING),
     pinned=(*_PINNED, ("projectors_bias", False)),
+    usual=(("rms_norm_eps", 1e-5), ("num_key_value_heads", 8)),
 )

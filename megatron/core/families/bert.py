@@ -82,6 +82,7 @@ def _read_bert_config(keys: ForeignMapping, *, norms: Mapping[str, bool], pairs:
         keys.problems.append("is_decoder: True has no counterpart here; False has")
     activation = keys.one_of("hidden_act", ("gelu", *TANH_GELU), "gelu")
     keys.one_of("position_embedding_type", ("absolute",), "absolute")
+    keys.pop_or_none("is_causal")  # which the class does not read
     return {
         **settings,
         "architecture": "bert",

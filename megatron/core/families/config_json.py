@@ -60,6 +60,7 @@ def config_json_keys(config: Mapping[str, Any]) -> ForeignMapping:
     return ForeignMapping(
         config,
         harmless=IGNORED,
+        defaults={"is_causal": True},  # false would show every token those behind it
         advice="is unknown here and may change the network; if it does not, take it out of config.json",
     )
 
@@ -95,6 +96,8 @@ def read_rope_keys(keys: ForeignMapping, *, base: float = 10000.0, latent: bool 
         **_dict_else_note_problem(keys, "rope_scaling", scaling),
         **_dict_else_note_problem(keys, "rope_parameters", both),
     }
+    if scaling and both and scaling != both:
+        keys.problems.append("rope_scaling and rope_parameters say two things; keep the one that holds")
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     inner = ForeignMapping({"rope_theta": given_base, **given})
@@ -122,6 +125,8 @@ def read_rope_keys(keys: ForeignMapping, *, base: float = 10000.0, latent: bool 
             "rope_type": "yarn",
             **_read_yarn_keys(inner),
         }
+        if settings["rotary_base"] == 1.0:
+            inner.problems.append("rope_theta: 1 gives every pair of channels one wavelength, which yarn cannot scale")
     elif kind != "default":
         keys.problems.append(f"rope_type: {short_value(kind)} is not built here; default, linear, llama3 and yarn are")
         return settings
@@ -146,8 +151,8 @@ def _read_yarn_keys(keys: ForeignMapping) -> dict[str, Any]:
     return {
         "rotary_scaling_factor": factor,
         "yarn_original_max_position_embeddings": keys.positive_int("original_max_position_embeddings"),
-        "yarn_beta_fast": keys.non_negative_float("beta_fast", 32.0),
-        "yarn_beta_slow": keys.non_negative_float("beta_slow", 1.0),
+        "yarn_beta_fast": keys.non_negative_float("beta_fast", 32.0, positive=True),
+        "yarn_beta_slow": keys.non_negative_float("beta_slow", 1.0, positive=True),
         "yarn_correction_range_round_to_int": keys.boolean("truncate", True),
         "mscale": mscale or 1.0,
         "mscale_all_dim": every,

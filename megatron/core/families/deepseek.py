@@ -62,7 +62,8 @@ _EPSILON = 1e-6  # of the norms of latent vectors, whatever the others have
 
 def _read_deepseek_keys(keys: ForeignMapping) -> dict[str, Any]:
     """Read the settings that V2 and V3 have in common."""
-    keys.ignore_keys("head_dim")
+    rotated = keys.mapping.get("qk_rope_head_dim")
+    keys.one_of("head_dim", (rotated,), rotated)  # as the class calls what is rotated
     keys.one_of("mlp_bias", (False,), False)
     keys.one_of("moe_layer_freq", (1,), 1)
     keys.one_of("rope_interleave", (True,), True)
@@ -109,6 +110,14 @@ def read_group_limited_routing_keys(keys: ForeignMapping, score: str, *, used: b
     score: how a group is scored, "sum" or "max". used: whether the network limits groups at all.
     """
     groups, chosen = keys.positive_int("n_group", 1), keys.positive_int("topk_group", 1)
+    experts, used_experts = keys.mapping.get("n_routed_experts"), keys.mapping.get("num_experts_per_tok", 1)
+    if used and groups > 1 and isinstance(experts, int) and isinstance(used_experts, int):
+        if experts % groups or chosen > groups:
+            keys.problems.append(f"n_group: {groups} groups, of which {chosen}, cannot be made of {experts} experts")
+        elif used_experts > chosen * (experts // groups):
+            keys.problems.append(
+                f"num_experts_per_tok: {used_experts} are more than the experts of {chosen} of {groups} groups"
+            )
     settings = {"moe_router_num_groups": groups, "moe_router_group_topk": chosen, "moe_router_group_score": score}
     return settings if used and groups > 1 else {}
 
@@ -245,6 +254,7 @@ DEEPSEEK_V2 = Family(
     parameter_mappings,
     silent=_SAYS_NOTHING,
     pinned=(*NO_BIAS, ("norm_topk_prob", False)),
+    usual=(("q_lora_rank", 1536),),
     fused=FUSED,
 )
 DEEPSEEK_V3 = Family(
@@ -256,6 +266,10 @@ DEEPSEEK_V3 = Family(
     parameter_mappings,
     silent=_SAYS_NOTHING,
     pinned=(*NO_BIAS, ("norm_topk_prob", True)),
+    usual=(
+        *(("first_k_dense_replace", 3), ("n_group", 8), ("topk_group", 4), ("routed_scaling_factor", 2.5)),
+        *(("q_lora_rank", 1536), ("num_key_value_heads", 128)),
+    ),
     copies=(*DEEPSEEK_V2.copies, *_AGAIN),
     fused=FUSED,
     beyond=_BEYOND,

@@ -22,7 +22,6 @@ from megatron.core.families.llama import NO_BIAS, parameter_mappings, read_llama
 from megatron.core.families.parameter_mapping import Family
 from megatron.core.families.qwen import read_windowed_layers
 
-_HEAD_SIZE = 256  # of a config.json that does not say
 _ACTIVATIONS = ("hidden_act", "hidden_activation")
 _SAYS_NOTHING = ("cache_implementation", "sliding_window_size")  # the second is always the same as sliding_window
 _OFF = "use_bidirectional_attention"  # null or false, or the network is refused
@@ -36,9 +35,8 @@ _NORMS = {
 
 def _read_gemma_keys(keys: ForeignMapping) -> dict[str, Any]:
     """The settings that all of them have."""
-    keys.set_key_defaults(head_dim=_HEAD_SIZE)
-    for name in _ACTIVATIONS:  # "gelu" is the older word for the tanh formula here, and here alone
-        keys.one_of(name, ("gelu", *TANH_GELU), TANH_GELU[1])
+    keys.one_of("hidden_act", ("gelu", *TANH_GELU), TANH_GELU[1])  # Gemma 1 has the tanh formula by the older word too
+    keys.one_of("hidden_activation", TANH_GELU, TANH_GELU[1])
     return {
         **read_llama_keys(keys, tied=True),
         "swiglu": False,
@@ -105,7 +103,14 @@ def _write_gemma2_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[st
 
 
 GEMMA = Family(
-    "gemma", "GemmaForCausalLM", "gemma", _read_gemma_keys, _write_gemma_config, parameter_mappings, pinned=NO_BIAS
+    "gemma",
+    "GemmaForCausalLM",
+    "gemma",
+    _read_gemma_keys,
+    _write_gemma_config,
+    parameter_mappings,
+    pinned=NO_BIAS,
+    usual=(("head_dim", 256), ("num_key_value_heads", 16)),
 )
 GEMMA2 = Family(
     "gemma2",
@@ -116,4 +121,5 @@ GEMMA2 = Family(
     partial(parameter_mappings, norms=_NORMS),
     silent=_SAYS_NOTHING,
     pinned=NO_BIAS,
+    usual=(("head_dim", 256), ("num_key_value_heads", 4)),
 )

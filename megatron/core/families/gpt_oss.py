@@ -47,9 +47,19 @@ _GATED_BIAS = ReversibleTensorConversion(
 )
 
 
+# What the class rotates by where the file says nothing.
+_USUAL_ROPE = {
+    **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    "original_max_position_embeddings": 4096,
+}
+
+
 def read_gpt_oss_config(keys: ForeignMapping) -> dict[str, Any]:
     """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`."""
     keys.one_of("swiglu_alpha", (1.702,), 1.702)
+    if not keys.mapping.get("rope_scaling") and not keys.mapping.get("rope_parameters"):
+        keys.pop_or_none("rope_parameters")
+        keys.set_key_defaults(rope_parameters=_USUAL_ROPE)
     settings, used = read_llama_keys(keys, base=150000.0), keys.positive_int("num_experts_per_tok", 4)
     keys.one_of("experts_per_token", (used,), used)  # the same by another name
     layers = settings["num_layers"]
@@ -120,4 +130,5 @@ GPT_OSS = Family(
     parameter_mappings,
     silent=(*BALANCE, "initial_context_length"),
     pinned=(("attention_bias", True),),
+    usual=(("head_dim", 64), ("num_key_value_heads", 8), ("rms_norm_eps", 1e-5)),
 )

@@ -35,7 +35,7 @@ from megatron.core.families.dequantize import (
 )
 from megatron.core.families.megatron.pickles import read_torch_file
 from megatron.core.families.parameter_mapping import Family, HFModelClass, ParameterMapping, hf_shapes
-from megatron.core.families.registry import family_of_config, model_config_from_settings
+from megatron.core.families.registry import config_of_language_model, family_of_config, model_config_from_settings
 from megatron.core.families.tensor_file import read_safetensors_header
 from megatron.core.families.tokenizer_files import read_json_or_empty, tokenizer_settings_of_folder
 from megatron.core.models.describe import global_parameter_shapes, num_stored_mtp_layers
@@ -118,7 +118,7 @@ def hf_model_name_or_path(path: str | Path) -> str:
 
 def hf_vocabulary_rows(path: str | Path) -> int | None:
     """Return the number of rows of the embedding by a folder's config.json, or None if it is no such folder."""
-    config = read_json_or_empty(Path(path) / CONFIG_FILE)
+    config = config_of_language_model(read_json_or_empty(Path(path) / CONFIG_FILE))
     rows = config.get("vocab_size") if is_hf_checkpoint(path) else None
     return rows if isinstance(rows, int) else None
 
@@ -132,7 +132,7 @@ def open_hf_folder(path: str | Path, given: Mapping[str, Any] | None = None) -> 
     of other shapes.
     """
     path = Path(path)
-    config = read_json(path / CONFIG_FILE)
+    config = config_of_language_model(read_json(path / CONFIG_FILE))
     family = family_of_config(config, str(path / CONFIG_FILE))
     files, damaged = _open_weight_files(path)
     files = with_dequantized_tensors(
@@ -157,7 +157,7 @@ def hf_model_settings(path: str | Path) -> dict[str, Any]:
     Raises `CheckpointError` if it cannot be read or built here. Dropout and initialization are not included.
     """
     path = Path(path)
-    config = read_json(path / CONFIG_FILE)
+    config = config_of_language_model(read_json(path / CONFIG_FILE))
     family = family_of_config(config, str(path / CONFIG_FILE))
     files = with_dequantized_tensors(
         _normalize_tensor_names(_open_weight_files(path)[0], family), config.get("quantization_config"), family.fused
@@ -255,6 +255,7 @@ def _normalize_tensor_names(
     files: Mapping[str, LazyCheckpointTensor], family: Family
 ) -> dict[str, LazyCheckpointTensor]:
     """Return the tensors under the names that mappings use: with the family's prefix, and older spellings replaced."""
+    files = {name: stored for name, stored in files.items() if not family.beside.match(name)}
     if not any(name.startswith(family.base) for name in files):  # saved without its head
         files = {name if name.startswith(_HEADS) else f"{family.base}{name}": stored for name, stored in files.items()}
     renamed = dict(files)

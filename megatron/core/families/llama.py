@@ -201,5 +201,11 @@ def _write_mistral_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[s
 
 LLAMA = Family("llama", "LlamaForCausalLM", "llama", _read_llama_config, _write_llama_config, parameter_mappings)
 MISTRAL = Family(
-    "mistral", "MistralForCausalLM", "mistral", _read_mistral_config, _write_mistral_config, parameter_mappings
+    "mistral",
+    "MistralForCausalLM",
+    "mistral",
+    _read_mistral_config,
+    _write_mistral_config,
+    parameter_mappings,
+    usual=(("num_key_value_heads", 8), ("sliding_window", 4096)),
 )

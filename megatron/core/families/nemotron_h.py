@@ -9,12 +9,13 @@ Matrices are whole on both sides: z, x, B, C and dt stand in one in_proj, x, B a
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config.foreign_mapping import ForeignMapping
+from megatron.core.config.foreign_mapping import ForeignMapping, short_value
 from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import PlainKeys, read_plain_keys, settings_from_head_counts, write_plain_keys
@@ -45,8 +46,13 @@ _SAYS_NOTHING = (
     "expand",
     "moe_shared_expert_overlap",
     "output_router_logits",
+    "partial_rotary_factor",  # of no rotation: attention has no positions
+    "rope_theta",
     "time_step_limit",
 )
+# What published Mamba-2 files hold beside: how first values were drawn, and two switches and a size that the class does not read.
+_MAMBA2_SAYS_NOTHING = ("time_step_init_scheme", "time_step_scale", "norm_before_gate", "rms_norm", "intermediate_size")
+_NORM_EPSILONS = ("norm_eps", "rms_norm_eps")  # other names of layer_norm_epsilon that published files hold beside it
 _EXPERTS = (
     "n_routed_experts",
     "num_experts_per_tok",
@@ -123,7 +129,13 @@ def _float_or_json_infinity(value: Any) -> float:
 
 def read_mamba_time_step_limits(keys: ForeignMapping) -> tuple[float, ...]:
     """Read `time_step_limit`: (smallest, largest) time step."""
-    return tuple(map(_float_or_json_infinity, keys.pop_or_none("time_step_limit") or (0.0, math.inf)))
+    limits = keys.pop_or_none("time_step_limit") or (0.0, math.inf)
+    try:
+        smallest, largest = map(_float_or_json_infinity, limits)
+    except (TypeError, ValueError):
+        keys.problems.append(f"time_step_limit: {short_value(limits)} is not the smallest and the largest time step")
+        return (0.0, math.inf)
+    return smallest, largest
 
 
 def mamba_time_step_limit_value(model: ModelConfig) -> list[Any]:
@@ -187,6 +199,15 @@ def _read_layer_symbols(keys: ForeignMapping) -> str:
     return "".join(_SYMBOLS.get(kind, kind) for kind in kinds if str(kind) not in unknown) or "M"
 
 
+def _read_head_dim(keys: ForeignMapping) -> int:
+    """Read the size of a head: head_dim, or attention_head_dim as the first published files call it."""
+    first = keys.positive_int("attention_head_dim", 128)
+    size = keys.positive_int("head_dim", first)
+    if "attention_head_dim" in keys.mapping and size != first:
+        keys.problems.append(f"attention_head_dim: {first} with head_dim: {size}; they are two names of one size")
+    return size
+
+
 def _read_moe_keys(keys: ForeignMapping) -> dict[str, Any]:
     keys.one_of("norm_topk_prob", (True,), True)
     keys.one_of("moe_latent_size", (None,), None)
@@ -205,6 +226,8 @@ def _read_moe_keys(keys: ForeignMapping) -> dict[str, Any]:
 def _read_nemotron_h_config(keys: ForeignMapping) -> dict[str, Any]:
     keys.one_of("sliding_window", (None,), None)
     settings = {**_read_mamba_common_keys(keys), **read_plain_keys(keys, _NEMOTRON_KEYS)}
+    for name in _NORM_EPSILONS:
+        keys.one_of(name, (settings["norm_epsilon"],), settings["norm_epsilon"])
     symbols, heads = _read_layer_symbols(keys), settings["num_attention_heads"]
     experts = _read_moe_keys(keys) if "E" in symbols else {}
     if not experts:
@@ -215,7 +238,7 @@ def _read_nemotron_h_config(keys: ForeignMapping) -> dict[str, Any]:
         **settings_from_head_counts(heads, keys.positive_int("num_key_value_heads", heads)),
         "num_layers": len(symbols),
         "hybrid_layer_pattern": symbols,
-        "kv_channels": keys.positive_int("head_dim", settings["hidden_size"] // heads or 1),
+        "kv_channels": _read_head_dim(keys),
         "squared_relu": True,
         "mamba_time_step_limit": (keys.non_negative_float("time_step_min", 0.001), math.inf),
     }
@@ -224,7 +247,8 @@ def _read_nemotron_h_config(keys: ForeignMapping) -> dict[str, Any]:
 def _write_nemotron_h_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     symbols = "".join(_symbol_of_layer(plan.mixer, plan.mlp) for plan in network_layer_plans(model))
     old = "hybrid_override_pattern" in like
-    layers: Any = symbols if old else [_KINDS.get(symbol, symbol) for symbol in symbols]
+    words = itertools.chain(like.get("layers_block_type") or (), itertools.repeat(""))
+    layers: Any = symbols if old else list(map(_layer_word, symbols, words))
     experts: dict[str, Any] = {name: like[name] for name in _EXPERTS if name in like}
     if model.moe.num_experts:
         experts |= {"n_shared_experts": 1, "norm_topk_prob": True}
@@ -237,10 +261,22 @@ def _write_nemotron_h_config(model: ModelConfig, like: Mapping[str, Any]) -> dic
         **({"num_hidden_layers": model.num_layers} if "num_hidden_layers" in like else {}),
         **write_plain_keys(model, _NEMOTRON_KEYS),
         "num_key_value_heads": model.num_query_groups,
-        "head_dim": model.kv_channels,
+        **_head_dim_keys(model, like),
+        **{name: model.norm_epsilon for name in _NORM_EPSILONS if name in like},
         "mamba_proj_bias": False,
         "time_step_min": (model.hybrid.mamba_time_step_limit or (0.0, math.inf))[0],
     }
+
+
+def _layer_word(symbol: str, earlier: str) -> str:
+    """Return what layers_block_type calls a layer: as the earlier config.json did, if that was the same kind."""
+    return earlier if _SYMBOLS.get(earlier) == symbol else _KINDS.get(symbol, symbol)
+
+
+def _head_dim_keys(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the size of a head by the names that the earlier config.json has."""
+    names = [name for name in ("head_dim", "attention_head_dim") if name in like] or ["head_dim"]
+    return dict.fromkeys(names, model.kv_channels)
 
 
 def _symbol_of_layer(mixer: str, mlp: str) -> str:
@@ -295,7 +331,8 @@ MAMBA2 = Family(
     _read_mamba2_config,
     _write_mamba2_config,
     parameter_mappings,
-    silent=(*_INITIAL, *_KERNELS, "time_step_min"),
+    silent=(*_INITIAL, *_KERNELS, *_MAMBA2_SAYS_NOTHING, "time_step_min"),
+    usual=(("initializer_range", 0.1),),
     pinned=(*_PINNED, ("hidden_act", "silu")),
     base="backbone.",
     skipped=_SKIPPED,
@@ -309,6 +346,7 @@ NEMOTRON_H = Family(
     _write_nemotron_h_config,
     parameter_mappings,
     silent=_SAYS_NOTHING,
+    usual=(("num_key_value_heads", 8),),
     pinned=(*_PINNED, *NO_BIAS, ("mlp_bias", False), ("mamba_hidden_act", "silu"), ("mlp_hidden_act", "relu2")),
     base="backbone.",
     skipped=_SKIPPED,

@@ -52,7 +52,6 @@ _NORM_SETTINGS = {"norm_after_sublayer": True, "qk_layernorm": True, "qk_layerno
 
 
 def _read_olmo_config(keys: ForeignMapping) -> dict[str, Any]:
-    keys.set_key_defaults(rms_norm_eps=1e-5)
     return {**read_llama_keys(keys), **_NORM_SETTINGS}
 
 
@@ -64,6 +63,7 @@ OLMO2 = Family(
     write_llama_keys,
     partial(parameter_mappings, norms=_NORMS),
     pinned=NO_BIAS,
+    usual=(("rms_norm_eps", 1e-5),),
 )
 
 

@@ -68,7 +68,8 @@ class Family:
     architecture, model_type: its names in config.json. read_config: their settings to ours, by field name. write_config: the way
     back; its second argument is an earlier config.json of the same model. rows: all parameters of a network. silent: keys that
     say nothing of the network; they are passed over, and kept from an earlier config.json. pinned: keys with the one value that
-    is computed here, which is also what holds where they are left out. base: what names begin
+    is computed here, which is also what holds where they are left out. usual: what the class has for keys that are left out, where that
+    differs from Llama's. base: what names begin
     with, and lack in files of the network without its head. skipped: names in files that hold nothing of the network, as a rule
     tables that follow from the settings. copies: names that a file may hold beside others of theirs, whose copies they are.
     variants: the other classes with this network, those with most heads first; heads that none
@@ -76,6 +77,7 @@ class Family:
     of names as they once were, where the new name is not there. unused: whether a tensor belongs to a part that the network does not have. constants: tensors that
     are written beside the rows, since their class wants them: name -> shape and value of all elements. fallbacks: keys of a
     config.json that are written where nothing else says them, since the class would take another value. within: the key of the network's own config, in classes that hold others beside it.
+    holder: a class that holds this network beside a vision tower, of which the language model alone is read; beside: names of the tower's tensors.
     """
 
     name: str
@@ -86,6 +88,7 @@ class Family:
     rows: Callable[[ModelConfig], tuple[ParameterMapping, ...]]
     silent: tuple[str, ...] = ()
     pinned: tuple[tuple[str, Any], ...] = ()
+    usual: tuple[tuple[str, Any], ...] = ()
     base: str = "model."
     skipped: re.Pattern[str] = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
     copies: tuple[tuple[str, str], ...] = (("lm_head.weight", "model.embed_tokens.weight"),)
@@ -98,10 +101,13 @@ class Family:
     fallbacks: tuple[tuple[str, Any], ...] = ()
     constants: Callable[[ModelConfig], dict[str, tuple[Shape, float]]] = lambda model: {}
     within: str = ""
+    holder: str = ""
+    beside: re.Pattern[str] = re.compile("(?!)")
 
     def settings_from_config(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """Return our settings, by field name, for a config.json, and what cannot be expressed, a line each."""
         keys = config_json_keys(config.get(self.within, config))
+        keys.set_key_defaults(**dict(self.usual))
         for name, value in self.pinned:
             keys.one_of(name, (value,), value)
         return self.read_config(keys), keys.all_problems(self.silent)

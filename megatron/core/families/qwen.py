@@ -218,11 +218,20 @@ def _write_qwen2_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict
 
 def _read_qwen3_moe_config(keys: ForeignMapping) -> dict[str, Any]:
     settings = _read_qwen_config(keys, "all")
+    # Of other classes, and what holds here: every head is normalized, and no expert is shared.
+    keys.one_of("use_qk_norm", (True,), True)
+    keys.one_of("shared_expert_intermediate_size", (0,), 0)
     return {**settings, **read_moe_keys(keys, settings["num_layers"]), "qk_layernorm": True}
 
 
 def _write_qwen3_moe_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_write_qwen_config(model, like, "all"), "head_dim": model.kv_channels, **write_moe_keys(model, like)}
+    others = {name: like[name] for name in ("use_qk_norm", "shared_expert_intermediate_size") if name in like}
+    return {
+        **_write_qwen_config(model, like, "all"),
+        "head_dim": model.kv_channels,
+        **write_moe_keys(model, like),
+        **others,
+    }
 
 
 def qwen_moe_mappings(model: ModelConfig) -> tuple[ParameterMapping, ...]:
@@ -241,9 +250,24 @@ def moe_mappings_with_shared_expert(model: ModelConfig, ours: str, theirs: str) 
     return rows
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", "qwen2", _read_qwen2_config, _write_qwen2_config, parameter_mappings)
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    "qwen2",
+    _read_qwen2_config,
+    _write_qwen2_config,
+    parameter_mappings,
+    usual=(("num_key_value_heads", 32),),
+)
 QWEN3 = Family(
-    "qwen3", "Qwen3ForCausalLM", "qwen3", _read_qwen3_config, _write_qwen3_config, parameter_mappings, pinned=NO_BIAS
+    "qwen3",
+    "Qwen3ForCausalLM",
+    "qwen3",
+    _read_qwen3_config,
+    _write_qwen3_config,
+    parameter_mappings,
+    pinned=NO_BIAS,
+    usual=(("head_dim", 128), ("num_key_value_heads", 32)),
 )
 QWEN2_MOE = Family(
     "qwen2_moe",
@@ -253,6 +277,7 @@ QWEN2_MOE = Family(
     _write_qwen2_moe_config,
     qwen_moe_mappings,
     silent=BALANCE,
+    usual=(("num_key_value_heads", 16),),
     fused=FUSED,
 )
 QWEN3_MOE = Family(
@@ -264,5 +289,6 @@ QWEN3_MOE = Family(
     qwen_moe_mappings,
     silent=BALANCE,
     pinned=NO_BIAS,
+    usual=(("num_key_value_heads", 4),),
     fused=FUSED,
 )

@@ -70,10 +70,22 @@ def read_delta_net_layers(keys: ForeignMapping, layers: int) -> list[bool]:
 def pop_partial_rotary_factor(keys: ForeignMapping, usual: float = _SHARE) -> float:
     """Take partial_rotary_factor out of the keys, wherever it is, and return it. usual: value if the config has none."""
     given = keys.pop_or_none("rope_parameters")
-    rope = dict(given or {})
-    above, within = keys.pop_or_none("partial_rotary_factor"), rope.pop("partial_rotary_factor", None)
+    rope = dict(given) if isinstance(given, Mapping) else {}
+    inner = ForeignMapping({"partial_rotary_factor": rope.pop("partial_rotary_factor", None)})
+    above = keys.non_negative_float("partial_rotary_factor", usual, positive=True)
+    share = inner.non_negative_float("partial_rotary_factor", above, positive=True)
+    keys.problems += inner.problems
     keys.set_key_defaults(rope_parameters=rope or given)
-    return float(within or above or usual)
+    return share
+
+
+def note_rotated_channels_problem(keys: ForeignMapping, share: float, channels: int) -> None:
+    """Note a share of a head's channels that are no pairs: it would be rounded otherwise there."""
+    rotated = int(share * channels)
+    if share > 1 or rotated < 2 or rotated % 2:
+        keys.problems.append(
+            f"partial_rotary_factor: {share:g} of heads of {channels} channels are {rotated}; pairs of channels are rotated"
+        )
 
 
 def _read_qwen_next_keys(keys: ForeignMapping) -> dict[str, Any]:
@@ -81,6 +93,7 @@ def _read_qwen_next_keys(keys: ForeignMapping) -> dict[str, Any]:
     share = pop_partial_rotary_factor(keys)
     keys.set_key_defaults(intermediate_size=keys.mapping.get("moe_intermediate_size"))
     settings = read_llama_keys(keys)
+    note_rotated_channels_problem(keys, share, settings["kv_channels"])
     linear = read_delta_net_layers(keys, settings["num_layers"])
     return {
         **settings,
@@ -128,6 +141,7 @@ def _write_qwen3_next_config(model: ModelConfig, like: Mapping[str, Any]) -> dic
 
 def _read_qwen3_5_config(keys: ForeignMapping) -> dict[str, Any]:
     """Read the settings of a language model of Qwen3.5; M-RoPE, which is plain RoPE for text, is read as that."""
+    keys.one_of("output_gate_type", ("swish",), "swish")  # of the delta nets, as the class computes it
     given = keys.pop_or_none("rope_parameters")
     keys.set_key_defaults(rope_parameters={name: given[name] for name in given or () if name not in _MROPE} or given)
     return _read_qwen_next_keys(keys)
@@ -144,6 +158,7 @@ def _read_qwen3_5_moe_config(keys: ForeignMapping) -> dict[str, Any]:
 def _write_qwen3_5_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a language model of Qwen3.5; an earlier one's keys of M-RoPE are kept."""
     config, earlier = _qwen_next_config_keys(model, like), like.get("rope_parameters") or {}
+    config |= {name: like[name] for name in ("output_gate_type",) if name in like}
     for name in _MROPE:
         if name in earlier:
             config["rope_parameters"][name] = earlier[name]
@@ -247,6 +262,7 @@ QWEN3_NEXT = Family(
     partial(_qwen_next_mappings, fused=True),
     silent=(*_SAYS_NOTHING, *BALANCE),
     pinned=NO_BIAS,
+    usual=(("head_dim", 256), ("num_key_value_heads", 2), ("norm_topk_prob", True), ("intermediate_size", 5632)),
     skipped=_SKIPPED,
     fused=FUSED,
 )
@@ -259,15 +275,21 @@ QWEN3_5 = Family(
     partial(_qwen_next_mappings, fused=False),
     silent=_SAYS_NOTHING,
     pinned=NO_BIAS,
+    usual=(("head_dim", 256), ("num_key_value_heads", 4)),
     skipped=_SKIPPED,
+    respelled=((r"^model\.language_model\.", "model."),),
+    holder="Qwen3_5ForConditionalGeneration",
+    beside=re.compile(r"model\.visual\."),
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     model_type="qwen3_5_moe_text",
+    holder="Qwen3_5MoeForConditionalGeneration",
     read_config=_read_qwen3_5_moe_config,
     write_config=_write_qwen3_5_moe_config,
     silent=(*_SAYS_NOTHING, *BALANCE),
+    usual=(("head_dim", 256), ("num_key_value_heads", 2)),
     fused=FUSED,
 )

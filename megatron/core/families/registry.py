@@ -66,6 +66,17 @@ _ELSEWHERE = frozenset(
 )
 
 
+def config_of_language_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the language model alone, where the class holds a vision tower that is not built here beside it."""
+    named = architectures_of(config)
+    family = next((family for family in FAMILIES.values() if family.holder and family.holder in named), None)
+    inner = config.get("text_config")
+    if family is None or not isinstance(inner, Mapping):
+        return dict(config)
+    outer = {name: config[name] for name in ("quantization_config", "tie_word_embeddings") if name in config}
+    return {**inner, **outer, "architectures": [family.architecture], "model_type": family.model_type}
+
+
 def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     """Return the family of a config.json. `CheckpointError`, with the known ones, if none. where: for errors."""
     named = architectures_of(config)

@@ -227,7 +227,7 @@ _SAYS_NOTHING = tuple(
     """
     initializer_range initializer_factor projection_dim vocab_size vision_use_head apply_layernorm out_features
     out_indices reshape_hidden_states stage_names use_mask_token layerscale_value layer_scale_init_value encoder_stride
-    pooler_act pooler_output_size logit_scale_init_value
+    pooler_act pooler_output_size logit_scale_init_value dropout is_causal
     """.split()
 )
 

@@ -48,6 +48,14 @@ def test_what_is_no_number_from_zero_is_a_problem(value: object) -> None:
     assert len(keys.problems) == 1
 
 
+def test_null_is_false_for_a_switch_and_missing_for_anything_else() -> None:
+    keys = ForeignMapping({"on": None, "norm": None, "kind": None, "r": None})
+    assert keys.boolean("on", True) is False
+    keys.one_of("norm", (True,), True)
+    assert [problem.split(":")[0] for problem in keys.problems] == ["norm"]
+    assert keys.one_of("kind", ("a", "b"), "a") == "a" and keys.positive_int("r", 8) == 8
+
+
 def test_values_are_shown_short() -> None:
     assert len(short_value("x" * 10_000)) == 80
     assert short_value(10**5000) == "a whole number of more than 80 digits"

@@ -192,7 +192,7 @@ SPARSE = "Qwen3 30B-A3B"
     ("gpt-oss 20b", {"experts_per_token": 2}, "experts_per_token: 2 has no counterpart here; 4 has"),
     ("gpt-oss 20b", {"swiglu_alpha": 1.0}, "swiglu_alpha: 1.0 has no counterpart here; 1.702 has"),
     ("Qwen3 0.6B", {"attention_bias": True}, "attention_bias: True has no counterpart"),
-    ("Gemma 2B", {"hidden_activation": "silu"}, "hidden_activation: 'silu' has no counterpart here; 'gelu' or"),
+    ("Gemma 2B", {"hidden_activation": "silu"}, "hidden_activation: 'silu' has no counterpart here; 'gelu_new' or"),
     ("Gemma 2B", {"attention_bias": True}, "attention_bias: True has no counterpart"),
     ("Gemma 2 27B", {"use_bidirectional_attention": True}, "use_bidirectional_attention: True is unknown here"),
     ("Gemma 2 27B", {"layer_types": ["full_attention"]}, "layer_types: 1 is not built here; 46 times"),
