@@ -57,7 +57,7 @@ _USUAL_ROPE = {
 def read_gpt_oss_config(keys: ForeignMapping) -> dict[str, Any]:
     """Read our settings from the keys of a config.json; what cannot be expressed is noted in `keys.problems`."""
     keys.one_of("swiglu_alpha", (1.702,), 1.702)
-    if not keys.mapping.get("rope_scaling") and not keys.mapping.get("rope_parameters"):
+    if not keys.mapping.get("rope_scaling") and keys.mapping.get("rope_parameters") is None:
         keys.pop_or_none("rope_parameters")
         keys.set_key_defaults(rope_parameters=_USUAL_ROPE)
     settings, used = read_llama_keys(keys, base=150000.0), keys.positive_int("num_experts_per_tok", 4)

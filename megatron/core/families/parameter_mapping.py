@@ -110,7 +110,13 @@ class Family:
         keys.set_key_defaults(**dict(self.usual))
         for name, value in self.pinned:
             keys.one_of(name, (value,), value)
-        return self.read_config(keys), keys.all_problems(self.silent)
+        settings = self.read_config(keys)
+        experts, used = settings.get("num_experts"), settings.get("moe_router_topk")
+        if experts and used and used > experts and not keys.problems:
+            keys.problems.append(
+                f"num_experts_per_tok: {used} of {experts} experts; a token can use all of them at most"
+            )
+        return settings, keys.all_problems(self.silent)
 
     def to_hf_config(self, model: ModelConfig, like: Mapping[str, Any]) -> dict[str, Any]:
         """Return the config.json of a network. like: an earlier one; of it what says nothing of the network is kept."""
