@@ -1,7 +1,7 @@
 """Fill in the middle: documents rearranged, so that a model learns to write what stands between two texts.
 
 A document (or the part of it that a sample holds) is cut at two random characters into prefix P, middle M and suffix S,
-which are tokenized anew, each behind a token of its own:
+which are tokenized anew as parts of one text, each behind a token of its own:
 
     PSM   <prefix> P <suffix> S <middle> M
     SPM   <prefix> <suffix> S <middle> P M
@@ -19,11 +19,8 @@ import numpy as np
 
 from megatron.core.config.flags import flag_name, raise_config_error_if
 from megatron.core.config.settings.data import FIMConfig
-from megatron.core.datasets.special_tokens import (
-    count_ids_around_text,
-    encode_without_special_tokens,
-    token_ids_by_name,
-)
+from megatron.core.datasets.continued_text import ContinuedText
+from megatron.core.datasets.special_tokens import count_ids_around_text, token_ids_by_name
 from megatron.core.tokenizers.base import Tokenizer
 
 BROKEN = "\ufffd"  # what bytes that are no whole character look like
@@ -47,18 +44,17 @@ class FillInTheMiddle:
     """A `Rearrange` of windows of tokens; see `GPTDataset`.
 
     rate: share of documents that are rearranged, and fragment_rate: of the fragments of those; spm_rate: share of
-    rearranged texts whose suffix comes first. spared: text that begins so stays as it is. frame: how many ids the tokenizer
-    puts before and after every text.
+    rearranged texts whose suffix comes first. spared: text that begins so stays as it is. text: encodes and decodes the
+    parts.
     """
 
-    tokenizer: Tokenizer
+    text: ContinuedText
     marks: FIMTokens
     seed: int
     rate: float
     spm_rate: float
     fragment_rate: float = 1.0
     spared: str | None = None
-    frame: tuple[int, int] = (0, 0)
 
     def __call__(self, ids: np.ndarray, index: int) -> np.ndarray:
         """The ids of sample `index` with some of its documents rearranged. [t] -> [any length]"""
@@ -80,29 +76,30 @@ class FillInTheMiddle:
 
     def _rearrange_part(self, ids: np.ndarray, random: np.random.Generator) -> np.ndarray:
         """Return the ids with prefix, middle and suffix rearranged (PSM or SPM), or as they are if the text is spared."""
-        text = self._decode_whole_characters(ids)
-        if self.spared is not None and text.startswith(self.spared):
+        begin = self.text.ids_before_text(ids)
+        text = self._decode_whole_characters(ids[len(begin) :])
+        if self.spared is not None and text.removeprefix(self.text.space_before).startswith(self.spared):
             return ids
         first, last = np.sort(random.integers(0, len(text) + 1, size=2)).tolist()
         texts = [text[:first], text[first:last], text[last:]]
-        prefix, middle, suffix = encode_without_special_tokens(self.tokenizer, texts, self.frame)
+        prefix, middle, suffix = self.text.encode(texts)
         marks = self.marks
         if random.random() < self.spm_rate:
-            parts = [marks.prefix, marks.suffix, *suffix, marks.middle, *prefix, *middle]
+            parts = [*begin, marks.prefix, marks.suffix, *suffix, marks.middle, *prefix, *middle]
         else:
-            parts = [marks.prefix, *prefix, marks.suffix, *suffix, marks.middle, *middle]
+            parts = [*begin, marks.prefix, *prefix, marks.suffix, *suffix, marks.middle, *middle]
         return np.array(parts, np.int64)
 
     def _decode_whole_characters(self, ids: np.ndarray) -> str:
         """The text without the pieces of a character that the edges of the window cut through."""
-        text = self.tokenizer.detokenize(ids.tolist())
+        text = self.text.decode(ids)
         for _ in range(MOST_BROKEN):
             if text.startswith(BROKEN):
                 ids = ids[1:]
-                text = self.tokenizer.detokenize(ids.tolist())
+                text = self.text.decode(ids)
             if text.endswith(BROKEN):
                 ids = ids[:-1]
-                text = self.tokenizer.detokenize(ids.tolist())
+                text = self.text.decode(ids)
         return text
 
 
@@ -151,12 +148,11 @@ def build_fill_in_middle(fill: FIMConfig, tokenizer: Tokenizer, *, seed: int, pa
         split=ids.get(fill.fim_split_sample or ""),
     )
     return FillInTheMiddle(
-        tokenizer,
+        ContinuedText.of(tokenizer, count_ids_around_text(tokenizer)),
         marks,
         seed,
         rate=fill.fim_rate,
         spm_rate=fill.fim_spm_rate,
         fragment_rate=1.0 if fill.fim_fragment_rate is None else fill.fim_fragment_rate,
         spared=fill.fim_no_prefix,
-        frame=count_ids_around_text(tokenizer),
     )

@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
+from transformers import LlamaTokenizer
 
 from megatron.core.config.flags import ConfigError
-from megatron.core.config.settings.data import DataConfig, FIMConfig
+from megatron.core.config.settings.data import DataConfig, FIMConfig, TokenizerConfig
 from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.datasets.fim import FillInTheMiddle, build_fill_in_middle
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.core.datasets.special_tokens import count_ids_around_text
-from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
+from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
+from tests.helpers.tokenizer_kinds import SHARED
 from tests.helpers.toytext import toy_tokenizer
 
 PREFIX, MIDDLE, SUFFIX = "<fim_prefix>", "<fim_middle>", "<fim_suffix>"
@@ -72,6 +75,37 @@ def test_the_parts_of_a_rearranged_document_are_its_text(tokenizer: Any, documen
     parts = result.split("<|endoftext|>")
     assert len(parts) == len(documents)
     assert all(read_back(part, document) for part, document in zip(parts, documents))
+
+
+@pytest.mark.parametrize("kind", ["GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer"])
+def test_parts_have_no_space_that_the_document_lacks(kind: str, tmp_path: Path) -> None:
+    """SentencePiece and its kind put one before every text: "iden" and "tity" are not "iden tity"."""
+    model = SHARED / "demo-trained" / "llama_bpe_8k.model"
+    if not model.exists():
+        pytest.skip("the trained tokenizer is not here")
+    if kind == "HuggingFaceTokenizer":
+        (tmp_path / "tokenizer.model").write_bytes(model.read_bytes())
+        made = LlamaTokenizer.from_pretrained(tmp_path)
+        made._tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        made._tokenizer.save(str(tmp_path / "tokenizer.json"))
+        model = tmp_path
+    words = build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(model)))
+    before, middle, after = (words.vocab_size - place for place in (3, 2, 1))  # rare characters
+    marks = [words.id_to_token(token) for token in (before, middle, after)]
+    text = "Call me Ishmael. Some years ago, never mind how long precisely, \u00e9t\u00e9 and  two.\n\nThe identity"
+    ids = np.array(words.tokenize(text), np.int64)
+    begin = 0 if kind == "GPTSentencePieceTokenizer" else 1
+    rearrange = fill(words, fim_rate=1.0, **dict(zip(NAMES, marks, strict=True)))
+    for index in range(60):
+        window = ids if index % 2 else ids[begin + index % 7 :]
+        given = int(window[0] == words.bos)
+        result = rearrange(window, index).tolist()
+        assert result[:given] == ids[:given].tolist()
+        parts = np.split(np.array(result[given:]), np.flatnonzero(np.isin(result[given:], (before, middle, after))))
+        named = {int(part[0]): part[1:].tolist() for part in parts if len(part)}
+        order = [named[before], named[middle], named[after]]
+        joined = [token for part in order for token in part]
+        assert words.detokenize(joined) == words.detokenize(window[given:].tolist()), index
 
 
 def test_documents_are_rearranged_and_turned_round_at_the_given_rates(tokenizer: Any) -> None:
