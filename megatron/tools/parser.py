@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from megatron.core.config.flags import accept_values_with_dashes
 from megatron.core.tokenizers.generation_config import GenerationDefaults
+from megatron.training.cli.commands import command_name, with_command_names
 
 _USUAL_NUM_TOKENS = 64  # that tools add to a prompt
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -46,11 +47,12 @@ class ToolArgumentParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Return usage, description and groups of options."""
         self.usage = self._one_line_usage()
-        return super().format_help()
+        return with_command_names(super().format_help(), command_name())
 
     def error(self, message: str) -> NoReturn:
         """Print usage, the error and a hint to --help, and exit with 2."""
-        self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n--help says what each option takes\n")
+        told = f"{self.format_usage()}{self.prog}: error: {message}\n--help says what each option takes\n"
+        self.exit(2, with_command_names(told, command_name()))
 
     def _one_line_usage(self) -> str:
         words = []
@@ -106,6 +108,22 @@ def add_sampling_options(group: argparse._ArgumentGroup, seed: str) -> None:
     )
     group.add_argument("--seed", type=int, default=1234, help=f"{seed} (default: 1234)")
     add_generation_config_option(group)
+
+
+def add_input_format_options(group: argparse._ArgumentGroup) -> None:
+    """Add how files of text are read."""
+    group.add_argument(
+        "--input-format",
+        choices=["auto", "jsonl", "txt", "parquet", "arrow"],
+        default="auto",
+        help="format of all inputs; auto: by their endings, JSON lines where the ending says nothing",
+    )
+    group.add_argument(
+        "--text-documents",
+        choices=["file", "line"],
+        default="file",
+        help="what a document of a plain text file is: the whole file, or each line (default: file)",
+    )
 
 
 def add_generation_config_option(group: argparse._ArgumentGroup) -> None:

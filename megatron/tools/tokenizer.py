@@ -31,7 +31,7 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.check import examine_tokenizer, measure_corpus_round_trips, promises_round_trips
 from megatron.core.tokenizers.engines import num_usable_processors
 from megatron.core.tokenizers.train import train_byte_level_bpe, train_sentencepiece
-from megatron.tools.parser import ToolArgumentParser
+from megatron.tools.parser import ToolArgumentParser, add_input_format_options
 from megatron.training.launch.launch_info import install_interrupt_excepthook
 
 
@@ -123,14 +123,18 @@ def _add_input_arguments(group: argparse._ArgumentGroup, *, required: bool) -> N
         nargs="+",
         required=required,
         metavar="FILE",
-        help="JSON lines or text (.txt), plain, .gz or .zst, .parquet or .arrow; patterns with *; - for standard input",
+        help="files, folders or patterns with *: JSON lines or text (.txt), plain, .gz or .zst, .parquet or .arrow; - for standard input",
     )
+    add_input_format_options(group)
     group.add_argument("--json-key", default="text", metavar="KEY", help="key or column of the text (default: text)")
 
 
-def read_texts(inputs: Sequence[str], key: str) -> Iterator[list[str]]:
-    """Yield the texts of all inputs in batches, with progress on standard error; unreadable records are counted there."""
-    spans = spans_of_corpus_shard(find_input_files(inputs, "auto", "line"), None)
+def read_texts(args: argparse.Namespace) -> Iterator[list[str]]:
+    """Yield the texts of all inputs in batches, the documents that preprocess_data.py finds there, with progress on standard
+    error; unreadable records are counted there.
+    """
+    key = args.json_key
+    spans = spans_of_corpus_shard(find_input_files(args.input, args.input_format, args.text_documents), None)
     dropped: dict[str, int] = {}
     documents = 0
     with tqdm(unit="B", unit_scale=True, disable=None, desc="read", file=sys.stderr) as progress:
@@ -147,7 +151,7 @@ def read_texts(inputs: Sequence[str], key: str) -> Iterator[list[str]]:
 
 def train_and_write_tokenizer(args: argparse.Namespace) -> int:
     """Train a tokenizer and write its files. Return the exit code."""
-    texts = read_texts(args.input, args.json_key)
+    texts = read_texts(args)
     if args.kind == "byte-bpe":
         if args.keep_whitespace:
             raise ConfigError("--keep-whitespace is for SentencePiece; a byte-level BPE always keeps it")
@@ -188,7 +192,7 @@ def print_tokenizer_findings(args: argparse.Namespace, tokenizer: Tokenizer) -> 
     """Print what is wrong with a tokenizer. Return the exit code, 1 if anything is."""
     findings = examine_tokenizer(tokenizer, args.padded_vocab_size)
     if args.input:
-        result = measure_corpus_round_trips(tokenizer, read_texts(args.input, args.json_key))
+        result = measure_corpus_round_trips(tokenizer, read_texts(args))
         print(
             f"corpus: {result.texts} texts, {result.num_bytes} bytes, {result.ids} ids, "
             f"{result.num_bytes / max(result.ids, 1):.2f} bytes an id, highest id {result.highest}"

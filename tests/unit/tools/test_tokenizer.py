@@ -127,6 +127,19 @@ def test_training_is_repeatable_and_reads_compressed_lines(trained, tmp_path):
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
 
+def test_a_folder_of_texts_is_read_as_the_documents_that_preprocessing_finds(tmp_path, capsys):
+    """A vocabulary learns the break between paragraphs, which no line holds."""
+    (tmp_path / "corpus").mkdir()
+    for number in range(30):
+        (tmp_path / "corpus" / f"{number}.txt").write_text(f"one {number}\n\ntwo\n\n\nthree", "utf-8")
+    train = ["train", "--input", str(tmp_path / "corpus"), "--vocab-size", "280", "--output-dir"]
+    assert tool.main([*train, str(tmp_path / "files")]) == 0
+    assert "read 30 texts\n" in capsys.readouterr().err
+    assert "\u010a\u010a" in json.loads((tmp_path / "files" / "vocab.json").read_text("utf-8"))
+    assert tool.main([*train, str(tmp_path / "lines"), "--text-documents", "line"]) == 0
+    assert "read 90 texts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_a_trained_sentencepiece_model_is_read_by_the_library(tmp_path, capsys, kind):
     corpus = tmp_path / "corpus.txt"
