@@ -4,13 +4,17 @@
     model.score(["2 + 2 = 4", "2 + 2 = 5"])                    Hugging Face's with an ...ForSequenceClassification of one label
     model.score([[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]])
 
-Texts end with the end of document, and conversations as the chat template ends them, as in training.
+Texts end with the end of document, and conversations as the chat template ends them, as in training. A folder of Hugging Face's is scored where
+transformers does: at the last id that is not its config's padding, which is the one before the end where both are one id.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +24,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.special_tokens import tokenize_marked_text
+from megatron.core.families.hf import is_hf_checkpoint
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
@@ -32,6 +37,16 @@ Message = Mapping[str, Any]
 def encode_reward_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the ids of a text with the end of document, as reward models read it: [tokens]."""
     return tokenize_marked_text(tokenizer, text, ends=True)
+
+
+@lru_cache(maxsize=8)
+def _hf_padding_id(folder: str) -> int | None:
+    """Return the padding of a Hugging Face folder's config; None for another checkpoint, or if there is none."""
+    if not is_hf_checkpoint(folder):
+        return None
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    text_config = config.get("text_config")
+    return (text_config if isinstance(text_config, dict) else config).get("pad_token_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +92,15 @@ class RewardModel:
                 f"{self.loaded.source.where}; shorten them"
             )
 
+        padding = _hf_padding_id(self.loaded.source.where)
+
         def keep_last_token_scores(numbers: Sequence[int], rows: Sequence[int], values: Tensor) -> list[float]:
             """values: [b, s], at every position."""
-            return [float(values[row, len(inputs[number]) - 1]) for number, row in zip(numbers, rows, strict=True)]
+            ends = (
+                max((place for place, one in enumerate(inputs[number]) if one != padding), default=0)
+                for number in numbers
+            )
+            return [float(values[row, end]) for end, row in zip(ends, rows, strict=True)]
 
         return score_inputs(self.loaded.stages, inputs, keep_last_token_scores, size=size)
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.tokenizers.build import ByteTokenizer
-from megatron.evaluation.reward_model import RewardModel
+from megatron.evaluation.reward_model import RewardModel, _hf_padding_id
 from megatron.tools import score as tool
 from megatron.tools.checkpoint import adapter
 from megatron.training.checkpoint.checkpointing import Checkpointer
@@ -66,6 +66,13 @@ def test_transformers_gives_the_scores_that_we_give(family: str, tmp_path: Path)
         assert float(theirs(input_ids=ids).logits) == pytest.approx(mine, abs=1e-5)
     again = RewardModel.load(str(tmp_path / "hf"), tokenizer={"tokenizer_type": "ByteTokenizer"})
     assert again.score(TEXTS) == pytest.approx(scores, abs=1e-6)
+    # As TRL writes what it trains with a tokenizer that fills up with the end of text.
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "pad_token_id": 256}))
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    _hf_padding_id.cache_clear()
+    again = RewardModel.load(str(tmp_path / "hf"), tokenizer={"tokenizer_type": "ByteTokenizer"})
+    for text, mine in zip(TEXTS, again.score(TEXTS), strict=True):
+        assert float(theirs(input_ids=torch.tensor([[*text.encode(), 256]])).logits) == pytest.approx(mine, abs=1e-5)
 
 
 def test_conversations_are_scored_by_their_template(tmp_path: Path) -> None:
