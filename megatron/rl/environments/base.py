@@ -44,7 +44,7 @@ class ProblemFile:
         """kind: agent_type, for messages. Raises `ConfigError` for other files, and if no line is left to train on."""
         try:
             lines = [json.loads(line) for line in read_text_lines(path) if line.strip()]
-            rows = [tuple(str(line[name]) for name in fields) for line in lines]
+            rows = [tuple(_text_of_field(line, name) for name in fields) for line in lines]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"environment {kind}: {path} is no JSONL file with {' and '.join(f'`{name}`' for name in fields)} in each line: "
@@ -61,6 +61,15 @@ class ProblemFile:
         """Return the fields of the problem of this number: the lines in order, again and again."""
         rows = self._train if number < EVALUATION else self._held_out
         return rows[number % EVALUATION % len(rows)]
+
+
+def _text_of_field(line: Any, name: str) -> str:
+    """Return the text or the number of a field. Raises `TypeError` for messages and other lists."""
+    if not isinstance(line[name], (str, int, float)):
+        raise TypeError(
+            f"`{name}` {str(line[name])[:80]} is no text; of messages give the text (prompt_format writes it as a message)"
+        )
+    return str(line[name])
 
 
 class Conversation(Protocol):

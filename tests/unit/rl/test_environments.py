@@ -144,6 +144,9 @@ def test_problems_of_a_file_are_judged_by_the_last_box(tmp_path: Path) -> None:
     assert environment.reward(problem, r"\boxed{5}, no: \boxed{{2}") == 0.0, "never closed"
     assert environment.reward(problem, r"so \boxed{5}, no: \boxed{ 2 }.") == 1.0
     assert environment.reward(problem, r"\boxed{7}") == 0.1 and environment.reward(problem, "2") == 0.0
+    (tmp_path / "messages.jsonl").write_text('{"problem": [{"role": "user", "content": "1 + 1"}], "answer": 2}\n')
+    with pytest.raises(ConfigError, match="is no text; of messages give the text"):
+        MathEnvironment(path=str(tmp_path / "messages.jsonl"))
     with pytest.raises(ConfigError, match="held_out 4 leaves none"):
         MathEnvironment(path=str(path), held_out=4)
     with pytest.raises(ConfigError, match="is no JSONL file"):
