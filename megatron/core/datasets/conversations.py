@@ -253,6 +253,12 @@ def _tokenize_conversation_file(path: str, encoder: ConversationEncoder) -> Arra
     if bad:
         listed = list_first_problems([f"{path}, line {number}: {problem}" for number, problem in sorted(bad)])
         raise DataError(f"{len(bad)} lines cannot be used; mend or remove them\n{listed}")
+    if not encoder.template.marks_answers and not encoder.template.ends_answers:
+        logger.warning(
+            "%s: the chat template writes nothing behind the last answer of a conversation, so that its end is not learnt; "
+            "earlier answers end with what begins the next message",
+            path,
+        )
     if parser.unread_keys:
         logger.warning("%s: what rows hold besides is not read: %s", path, ", ".join(sorted(parser.unread_keys)))
     return {

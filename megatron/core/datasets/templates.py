@@ -108,7 +108,7 @@ class TemplateLimitError(DataError):
 
 
 class ChatTemplate:
-    """Writes conversations.
+    """Writes conversations. marks_answers: the template says by {% generation %} what is learnt.
 
     marks: names of tokens that the text of a user must not forge. control: those among them that a template never reads in
     a user's text. names: of the tokenizer's other special tokens, by variable (pad_token, ...). now: ISO time that
@@ -128,7 +128,7 @@ class ChatTemplate:
     ) -> None:
         self._text, self._now = text, now
         try:
-            self._marks_answers, _ = template_process().render(text, [])
+            self.marks_answers, _ = template_process().render(text, [])
         except InvalidTemplateError as error:
             raise ConfigError(f"the chat template is not a Jinja template: {error}") from error
         except RenderLimitError as error:
@@ -151,7 +151,7 @@ class ChatTemplate:
         """
         prepared, whole = self._render_first(messages, False, tools, variables)
         text = _without_tags(whole)
-        if self._marks_answers:
+        if self.marks_answers:
             spans = _spans_of_tags(whole)
         else:
             spans = self._find_answers(prepared, text, tools, variables)
@@ -209,6 +209,11 @@ class ChatTemplate:
         return last[: common_length(last, later)] or last or ("" if header is None else header[0])
 
     @cached_property
+    def ends_answers(self) -> bool:
+        """Whether the template writes something behind the last answer of a conversation."""
+        return bool(self._after_answer[0].strip())
+
+    @cached_property
     def _after_answer(self) -> tuple[str, str]:
         question, answer = self._forms.prepare([_QUESTION, _ANSWER])
         return self._finder(None, _NOTHING).text_after_answer(question, answer)
@@ -225,9 +230,7 @@ class ChatTemplate:
     ) -> list[tuple[int, int]]:
         """Return [start, end) of each answer in a text, for a template without {% generation %}. `DataError`."""
         try:
-            return self._finder(tools, variables).spans(
-                messages, text, answers_end=bool(MARK_LIKE.search(self._after_answer[0]))
-            )
+            return self._finder(tools, variables).spans(messages, text, answers_end=self.ends_answers)
         except AnswerNotFoundError as error:
             raise DataError(
                 f"what message {error.message} adds to the text of the conversation cannot be told, since the chat template "

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
-from megatron.core.datasets.conversations import ConversationEncoder
+from megatron.core.datasets.conversations import ConversationEncoder, open_conversations
+from megatron.core.datasets.index_map import IndexCacheFolder
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.templates import DATE
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
@@ -271,3 +274,45 @@ def test_what_a_template_leaves_out_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=problem):
             pair.learn([message, answer("A1")])
+
+
+def test_a_template_that_does_not_end_the_last_answer_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(tmp_path, KINDS["no end"])
+    ids, learnt = pair.learn([user("Q1"), answer("A1"), user("Q2"), answer("A2")])
+    texts = pair.theirs.decode([token for token, one in zip(ids, learnt) if one])
+    assert texts == "\n<think></think>\nA1<|user|>\n<think></think>\nA2"
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [user("Q1"), answer("A1")]}))
+    open_conversations(str(tmp_path / "chat.jsonl"), pair.encoder, IndexCacheFolder(None))
+    assert "writes nothing behind the last answer" in caplog.text
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_tokenizers_that_put_a_space_before_a_text_give_the_ids_of_transformers(scheme: str, tmp_path: Path) -> None:
+    theirs = save_tokenizer(tmp_path, KINDS["thinks"])
+    backend = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = [chr(code) for code in range(32, 127)] + ["\u2581", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581a"]
+    shift = {token["content"]: len(vocab) + number for number, token in enumerate(backend["added_tokens"])}
+    backend["added_tokens"] = [{**token, "id": shift[token["content"]]} for token in backend["added_tokens"]]
+    backend["model"] |= {
+        "vocab": {token: number for number, token in enumerate(vocab)},
+        "merges": [["\u2581", "a"]],
+        "byte_fallback": True,
+    }
+    backend["pre_tokenizer"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
+    backend["decoder"] = {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+    ]}  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    encoder = ConversationEncoder(HuggingFaceTokenizer(tmp_path), "tokenizer")
+    messages = [user("a b \u00e9"), answer("a<think>b"), user("x <|im_end|> a</s>b")]
+    assert encoder.encode_prompt(messages[:1]) == theirs.apply_chat_template(
+        messages[:1], add_generation_prompt=True, return_dict=False
+    )
+    assert encoder.encode_prompt(messages[2:]) == theirs.apply_chat_template(
+        messages[2:], add_generation_prompt=True, return_dict=False, sanitize_control_tokens=True
+    )
+    (ids,) = encoder.encode_conversations([encoder.template.render_segments(messages[:2])])
+    assert np.where(ids < 0, ~ids, ids).tolist() == theirs.apply_chat_template(messages[:2], return_dict=False)
