@@ -59,6 +59,36 @@ def test_a_sentencepiece_model_is_that_of_llama(tmp_path: Path) -> None:
     assert type(ours).__name__ == "SentencePieceTokenizer" and ours.tokenize("whale")[0] == ours.bos
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_begin_of_text_is_put_in_where_the_settings_say_so(tmp_path: Path, begins: bool) -> None:
+    place = folder(
+        tmp_path, {"tokenizer.model": "demo-llama.model"}, tokenizer_class="LlamaTokenizer", add_bos_token=begins
+    )
+    ours = build_tokenizer(TokenizerConfig(**tokenizer_settings_of_folder(place)))
+    assert ours.tokenize("whale") == transformers.AutoTokenizer.from_pretrained(place)("whale").input_ids
+
+
+@pytest.mark.parametrize(
+    "files, config",
+    [
+        (PAIR, {"add_prefix_space": True}),
+        (PAIR, {"add_bos_token": True}),
+        (WORDS, {"strip_accents": False}),
+        (WORDS, {"do_lower_case": False, "strip_accents": True}),
+        (WORDS, {"tokenize_chinese_chars": False}),
+        ({"tokenizer.model": "demo-llama.model"}, {"add_eos_token": True}),
+        ({"tokenizer.model": "demo-llama.model"}, {"add_prefix_space": False}),
+        ({"tokenizer.model": "demo-llama.model"}, {"sp_model_kwargs": {"enable_sampling": True}}),
+    ],
+)
+def test_settings_of_older_files_that_change_ids_are_refused_by_name(
+    tmp_path: Path, files: dict[str, str], config: dict[str, Any]
+) -> None:
+    *_, name = config
+    with pytest.raises(ConfigError, match=f"{name}: .* has no counterpart here without a tokenizer.json"):
+        tokenizer_settings_of_folder(folder(tmp_path, files, **config))
+
+
 @pytest.mark.parametrize(
     "files, config",
     [
