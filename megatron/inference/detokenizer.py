@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.incremental import REPLACEMENT, IncrementalDecoder
@@ -21,8 +22,8 @@ class Detokenizer:
         self, tokenizer: Tokenizer, prompt: Sequence[int], stop_words: Sequence[str] = (), *, keep_stop: bool = False
     ) -> None:
         self._decoder = IncrementalDecoder(tokenizer, prompt)
-        self._stop_words, self._keep_stop = tuple(stop_words), keep_stop
-        self.full_text, self._said, self._searched = "", 0, 0
+        self._stops, self._keep_stop = [_StopWord(word) for word in stop_words], keep_stop
+        self.full_text, self._said = "", 0
         self.ended = False
 
     def add(self, ids: Sequence[int]) -> str:
@@ -42,11 +43,13 @@ class Detokenizer:
 
     def _append(self, text: str) -> None:
         """Append text; cut it at the first stop word, if one is in the new text, and set `ended`."""
+        start = len(self.full_text)
         self.full_text += text
-        longest = max(map(len, self._stop_words), default=0)
-        first = max(0, self._searched - longest + 1)
-        matches = [(place, len(word)) for word in self._stop_words if (place := self.full_text.find(word, first)) >= 0]
-        self._searched = len(self.full_text)
+        matches = [
+            (start + end - len(stop.word), len(stop.word))
+            for stop in self._stops
+            if (end := stop.read(text)) is not None
+        ]
         if matches:
             place, length = min(matches)
             self.full_text = self.full_text[: place + length if self._keep_stop else place]
@@ -54,16 +57,45 @@ class Detokenizer:
 
     def _possible_stop_length(self) -> int:
         """Number of characters at the end that may begin a stop word."""
-        return max(
-            (size for word in self._stop_words for size in range(1, len(word)) if self.full_text.endswith(word[:size])),
-            default=0,
-        )
+        return max((stop.matched for stop in self._stops), default=0)
 
     def _take_text_until(self, end: int) -> str:
         """Return the text up to this index that was not returned before."""
         text = self.full_text[self._said : end] if end > self._said else ""
         self._said = max(self._said, end)
         return text
+
+
+class _StopWord:
+    """Looks for a word in a text that grows, in a time that does not depend on the word (Knuth, Morris and Pratt, 1977).
+    matched: how many of its first characters the text ends with.
+    """
+
+    def __init__(self, word: str) -> None:
+        self.word, self.matched = word, 0
+        self._borders = _borders(word)
+
+    def read(self, text: str) -> int | None:
+        """Read on; return the index in `text` at which the word has just ended, or None."""
+        for end, character in enumerate(text, start=1):
+            while self.matched and self.word[self.matched] != character:
+                self.matched = self._borders[self.matched - 1]
+            self.matched += self.word[self.matched] == character
+            if self.matched == len(self.word):
+                return end
+        return None
+
+
+@lru_cache(1024)
+def _borders(word: str) -> tuple[int, ...]:
+    """Return for each beginning of a word the length of the longest proper beginning that it also ends with."""
+    borders = [0]
+    for character in word[1:]:
+        length = borders[-1]
+        while length and word[length] != character:
+            length = borders[length - 1]
+        borders.append(length + (word[length] == character))
+    return tuple(borders)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Check = Callable[[Any], str]
+_MOST_NAMED = 10  # unknown fields in one message: to look for the one that was meant takes time
 
 
 class RequestRefused(Exception):
@@ -46,9 +47,9 @@ def read_body_fields(
     body_fields = parse_json_object(body)
     known = {field.name: field for field in fields}
     wrong = [message for name, message in (retired or {}).items() if name in body_fields]
-    wrong += [
-        unknown_field_message(name, known) for name in body_fields if name not in known and name not in (retired or {})
-    ]
+    unknown = [name for name in body_fields if name not in known and name not in (retired or {})]
+    wrong += [unknown_field_message(name, known) for name in unknown[:_MOST_NAMED]]
+    wrong += [f"{len(unknown) - _MOST_NAMED} more are no fields"] if len(unknown) > _MOST_NAMED else []
     values = {}
     for field in fields:
         value = body_fields.get(field.name)

@@ -9,6 +9,7 @@ for nothing.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
@@ -284,6 +285,20 @@ async def completion_response(
 ) -> dict[str, Any]:
     """Wait for all replies and return the response body."""
     replies = await call.wait_for_replies()
+    # In a thread: other calls are answered while the texts of many tokens are looked up.
+    choices = await asyncio.to_thread(_whole_choices, completion, replies, serving)
+    kind = "chat.completion" if completion.chat else "text_completion"
+    return {
+        **_common_response_fields(completion, serving, kind),
+        "choices": choices,
+        "usage": _usage_fields(completion, replies),
+    }
+
+
+def _whole_choices(
+    completion: CompletionRequest, replies: Sequence[GenerationReply], serving: GenerationServing
+) -> list[dict[str, Any]]:
+    """Return the `choices` of a response from all its replies."""
     choices = []
     for place, reply in enumerate(replies):
         tokens = [*reply.prompt, *reply.tokens] if completion.requests[place].prompt_logprobs else list(reply.tokens)
@@ -295,12 +310,7 @@ async def completion_response(
         message = {"message": {"role": "assistant", "content": text, "refusal": None}}
         logprobs = scores.format_tokens(tokens) if completion.has_logprobs else None
         choices.append(_choice(place, message if completion.chat else {"text": text}, logprobs, reply.reason))
-    kind = "chat.completion" if completion.chat else "text_completion"
-    return {
-        **_common_response_fields(completion, serving, kind),
-        "choices": choices,
-        "usage": _usage_fields(completion, replies),
-    }
+    return choices
 
 
 async def completion_events(

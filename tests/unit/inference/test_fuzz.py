@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,3 +113,80 @@ def test_good_bodies_with_a_byte_changed_or_cut_off(server: Running, path: str, 
 def test_a_huge_body_is_refused_before_it_is_read(server: Running, path: str) -> None:
     answer = server.ask("POST", path, json.dumps({**GOOD[path], "user": "x" * 40 * BODY_BYTES}).encode())
     assert answer.status == 413 and str(BODY_BYTES) in message(answer)
+
+
+LONG = "\U0001f600\u202e\u0000" * 300
+HOSTILE: dict[str, dict[str, Any]] = {
+    "many choices": {"n": 10**9},
+    "as many as may be": {"n": 4, "max_tokens": 8, "logprobs": 20},
+    "many tokens": {"max_tokens": 10**9},
+    "a number of 5,000 digits": {"max_tokens": int("9" * 4000)},
+    "a bias of everything": {"logit_bias": {str(token): 100 for token in range(1000)}},
+    "stop words without end": {"stop": ["x"] * 1000},
+    "stop words as long as may be": {"stop": [letter * 999 + "b" for letter in "abcdefghijklmnop"], "n": 4},
+    "a stop word that is nearly there": {"stop": ["a" * 999 + "b"] * 16, "prompt": "a"},
+    "strange letters": {"prompt": LONG, "stop": [LONG], "user": LONG},
+    "half a pair": {"prompt": "\ud800"},
+    "ids of nobody": {"prompt": [2**63, -1, 10**30]},
+    "many prompts": {"prompt": ["a"] * 5000},
+    "lists in lists": {"prompt": [[[[1]]]]},
+    "fields of nobody": {f"max_token{number}": 1 for number in range(1200)},
+    "penalties": {"presence_penalty": 1e308, "frequency_penalty": -1e308},
+    "penalties as large as may be": {"presence_penalty": 2, "frequency_penalty": -2, "repetition_penalty": 100},
+    "a seed of nobody": {"seed": -(10**30)},
+    "a stream of scores": {"stream": True, "logprobs": 20, "n": 4, "max_tokens": 8},
+}
+
+
+def others_are_answered(server: Running, bodies: list[tuple[str, bytes]]) -> None:
+    """Each is served or refused, at once, while somebody else asks all the time and gets what is always right."""
+    expected, ended, wrong = server.ask("POST", "/v1/completions", GOOD["/v1/completions"]), threading.Event(), []
+
+    def ask_on() -> None:
+        while not ended.is_set():
+            answer = server.ask("POST", "/v1/completions", GOOD["/v1/completions"])
+            if answer.status != 200 or answer.json["choices"] != expected.json["choices"]:
+                wrong.append(answer)
+
+    other = threading.Thread(target=ask_on)
+    other.start()
+    try:
+        for path, body in bodies:
+            answer = server.ask("POST", path, body)
+            assert answer.status == 200 or 400 <= answer.status < 500 and len(message(answer)) < 5000, (
+                body[:200],
+                answer,
+            )
+    finally:
+        ended.set()
+        other.join(60)
+    assert not wrong, wrong[0]
+
+
+def test_hostile_requests_keep_nobody_from_an_answer(server: Running) -> None:
+    bodies = [{**GOOD["/v1/completions"], **changes} for changes in HOSTILE.values()]
+    chats = [
+        {**GOOD["/v1/chat/completions"], "messages": [{"role": "user", "content": LONG[:20]}] * 40, "stop": [LONG[:9]]}
+    ]
+    others_are_answered(
+        server,
+        [
+            *(("/v1/completions", json.dumps(body).encode()) for body in bodies),
+            *(("/v1/chat/completions", json.dumps(body).encode()) for body in chats),
+        ],
+    )
+
+
+@pytest.mark.nightly
+def test_a_thousand_hostile_requests_keep_nobody_from_an_answer(server: Running) -> None:
+    draw = random.Random(7)
+    values = [change for changes in HOSTILE.values() for change in changes.items()]
+    bodies = []
+    for _ in range(1000):
+        path = draw.choice(sorted(GOOD))
+        body = {**GOOD[path], **dict(draw.sample(values, draw.randrange(1, 6)))}
+        data = bytearray(json.dumps(body).encode())
+        for _ in range(draw.choice((0, 0, 1, 5))):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        bodies.append((path, bytes(data)))
+    others_are_answered(server, bodies)
