@@ -11,15 +11,20 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 PLUGIN = "megatron/evaluation/lm_eval.pth"
+ENTRY_SCRIPTS = ("pretrain_*.py", "finetune.py", "train_rl.py")  # megatron/training/launch/entry_scripts.py
 
 
-class BuildWithLmEvalPlugin(build_py):
-    """Puts the line for lm-evaluation-harness beside the packages."""
+class BuildWithEntryScripts(build_py):
+    """Puts the line for lm-evaluation-harness beside the packages, and the entry scripts into one of them."""
 
     def run(self) -> None:
-        """Build as ever, and copy one file more."""
+        """Build as ever, and copy these files, too."""
         super().run()
-        self.copy_file(str(HERE / PLUGIN), str(Path(self.build_lib) / "megatron_lm_eval.pth"))
+        library = Path(self.build_lib)
+        self.copy_file(str(HERE / PLUGIN), str(library / "megatron_lm_eval.pth"))
+        self.mkpath(str(library / "megatron/scripts"))
+        for script in (path for pattern in ENTRY_SCRIPTS for path in sorted(HERE.glob(pattern))):
+            self.copy_file(str(script), str(library / "megatron/scripts" / script.name))
 
 
-setup(cmdclass={"build_py": BuildWithLmEvalPlugin})
+setup(cmdclass={"build_py": BuildWithEntryScripts})

@@ -5,9 +5,12 @@ from __future__ import annotations
 import runpy
 from functools import partial
 
+from megatron.training.launch.entry_scripts import make_entry_scripts_importable
+
 
 def run_entry_script(module: str) -> None:
-    """Run a module of the repository's root as the main program."""
+    """Run an entry script as the main program."""
+    make_entry_scripts_importable()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatron.training.launch.entry_scripts import make_entry_scripts_importable
+from megatron.training.trainer import ForwardStep, ModelProvider
+
+make_entry_scripts_importable()
 import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
 import pretrain_vision_classify
-from megatron.training.trainer import ForwardStep, ModelProvider
 
 _SCRIPTS = {"gpt": pretrain_gpt, "bert": pretrain_bert, "t5": pretrain_t5, "vit": pretrain_vision_classify}
 PROVIDERS: Mapping[str, tuple[ModelProvider, ForwardStep]] = {

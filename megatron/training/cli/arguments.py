@@ -41,6 +41,7 @@ from megatron.core.dist_checkpointing.checkpoint_folders import (
     newest_iteration,
     saved_run_settings,
 )
+from megatron.training.cli.commands import command_name, with_command_names
 from megatron.training.cli.help import HelpAction
 from megatron.training.cli.legacy_flags import similar_flags, translate_legacy_flags
 from megatron.training.launch.launch_info import install_interrupt_excepthook, read_launch_info
@@ -59,6 +60,7 @@ HEAD_START = 5.0  # seconds that ranks which say nothing give the one that does
 def make_parser(extra: Sequence[type] = (), provider: Provider | None = None) -> argparse.ArgumentParser:
     """Build an entry script's argument parser. extra: the script's config classes; provider: adds arguments by hand."""
     parser = argparse.ArgumentParser(
+        prog=command_name(),
         allow_abbrev=False,
         exit_on_error=False,
         add_help=False,
@@ -111,7 +113,7 @@ def parse_args(
         raise_config_error_if([*args.problems, *(line for _, line in checked.problems), *own])
     except ConfigError as error:
         if speaks:
-            sys.stderr.write(f"ConfigError: {error}\n{WHERE_TO_LOOK}\n")
+            sys.stderr.write(with_command_names(f"ConfigError: {error}\n{WHERE_TO_LOOK}\n", command_name()))
         elif world_size > 1:
             # A launcher ends all ranks when the first of them ends: let that be the one that says why.
             time.sleep(HEAD_START)

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from megatron.training.cli.commands import command_name, with_command_names
+
 COMMON = tuple(
     """
     num_layers hidden_size num_attention_heads seq_length micro_batch_size global_batch_size train_iters lr
@@ -49,7 +51,8 @@ class HelpAction(argparse.Action):
             text = parser.format_help()
         else:
             text = search_help(parser, words) if words else common_flags_help(parser)
-        sys.stdout.write(text or f"nothing speaks of {' '.join(values)}\n\n{MORE}\n")
+        told = text or f"nothing speaks of {' '.join(values)}\n\n{MORE}\n"
+        sys.stdout.write(with_command_names(told, command_name()))
         parser.exit(0 if text else 1)
 
 

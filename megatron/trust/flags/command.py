@@ -145,10 +145,17 @@ class ParsedTrainingCommand:
 
 def split_launch_command(words: Sequence[str], entry: str = "pretrain_gpt.py") -> tuple[list[str], str, list[str]]:
     """Return (the launcher's words, the entry script, its flags) of a command; flags alone are those of `entry`."""
-    place = next((place for place, word in enumerate(words) if Path(word).name in ENTRIES), None)
-    if place is None:
-        return [], entry, list(words)
-    return list(words[:place]), Path(words[place]).name, list(words[place + 1 :])
+    for place, word in enumerate(words):
+        if (script := _entry_script_of(word)) is not None:
+            return list(words[:place]), script, list(words[place + 1 :])
+    return [], entry, list(words)
+
+
+def _entry_script_of(word: str) -> str | None:
+    """Return the entry script that a word of a command names by its file or by its command (megatron-pretrain-gpt); None if none."""
+    name = Path(word).name
+    script = f"{name.removeprefix('megatron-').replace('-', '_')}.py" if name.startswith("megatron-") else name
+    return script if script in ENTRIES else None
 
 
 def parse_training_command(
@@ -195,7 +202,7 @@ def _name_of_unknown_script(words: Sequence[str]) -> str | None:
     """Return the script that a whole command starts if it is none of `ENTRIES`, else None."""
     script = next((word for word in words if word.endswith(".py")), None)
     whole = bool(words) and not words[0].startswith("-")
-    return Path(script).name if script and whole and not any(Path(word).name in ENTRIES for word in words) else None
+    return Path(script).name if script and whole and not any(map(_entry_script_of, words)) else None
 
 
 def _num_ranks_from_torchrun_flags(launcher: Sequence[str]) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from megatron.training.cli.commands import command_name, with_command_names
+from megatron.trust.flags.command import ENTRIES, parse_training_command, split_launch_command
 from tests.helpers.architecture import ROOT, arrows, imported, repository
 
 # What a file needs beyond the declared packages; no file of the library that needs less imports these files.
@@ -264,7 +266,9 @@ def test_the_package_holds_the_library_and_the_entries_and_nothing_else(tmp_path
     built = {path.relative_to(tmp_path / "lib").as_posix() for path in (tmp_path / "lib").rglob("*.py")}
     library = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron").rglob("*.py")}
     assert built == library | {
-        path.name for pattern in ("pretrain_*.py", "train_*.py", "finetune.py") for path in ROOT.glob(pattern)
+        f"megatron/scripts/{path.name}"
+        for pattern in ("pretrain_*.py", "train_*.py", "finetune.py")
+        for path in ROOT.glob(pattern)
     }
     assert [path.name for path in (tmp_path / "lib").glob("*.pth")] == [
         "megatron_lm_eval.pth"
@@ -275,7 +279,36 @@ def test_the_package_holds_the_library_and_the_entries_and_nothing_else(tmp_path
     mixed = subprocess.run(
         [sys.executable, "-c", "import megatron.core.config"], cwd=tmp_path / "lib", capture_output=True, text=True
     )
-    assert mixed.returncode == 1 and "pip uninstall megatron-core megatron-train" in mixed.stderr
+    assert mixed.returncode == 1 and "pip uninstall -y megatron-core megatron-train" in mixed.stderr
+    # pip then uninstalls the other one, and with it the files that both have.
+    for shared in ("package_info.py", "__init__.py", "pipeline_parallel/schedules.py"):
+        (tmp_path / "lib/megatron/core" / shared).unlink()
+    torn = subprocess.run(
+        [sys.executable, "-c", "import megatron.core.config"], cwd=tmp_path / "lib", capture_output=True, text=True
+    )
+    assert torn.returncode == 1 and "pip install --force-reinstall --no-deps ." in torn.stderr
+
+
+def test_every_script_has_a_command_of_its_name() -> None:
+    scripts = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tools/checkpoint").glob("*.py")]
+    scripts += [ROOT / name for name in ENTRIES if name != "pretrain_mamba.py"]
+    wanted = {f"python {path.relative_to(ROOT)}" for path in scripts} | {"python tasks/main.py"}
+    missing = {script for script in wanted if with_command_names(script, "megatron-plan") not in project()["scripts"]}
+    assert not missing and with_command_names("python tools/plan.py", None) == "python tools/plan.py"
+    assert with_command_names("see model.py; torchrun --nnodes 2 finetune.py --x", "megatron-plan") == (
+        "see model.py; torchrun --no-python --nnodes 2 megatron-finetune --x"
+    )
+    assert (
+        command_name(("python", "bin/megatron-plan")) == "megatron-plan"
+        and command_name(("python", "x.py")) is None
+    )
+
+
+def test_a_command_of_an_installation_is_read_as_the_script() -> None:
+    words = "torchrun --no-python --nnodes 2 --nproc_per_node 4 bin/megatron-pretrain-bert --num-layers 2".split()
+    assert split_launch_command(words) == (words[:6], "pretrain_bert.py", ["--num-layers", "2"])
+    command = parse_training_command(words)
+    assert command.setting is not None and command.setting.world_size == 8 and not command.unread
 
 
 def test_the_development_extra_has_what_the_suite_needs() -> None:
