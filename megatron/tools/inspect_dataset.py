@@ -25,7 +25,7 @@ from tqdm import tqdm
 from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_namespace
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets import sidecar
-from megatron.core.datasets.bin_idx_check import bin_idx_pair_problems, document_lengths
+from megatron.core.datasets.bin_idx_check import bin_idx_pair_problems, document_lengths, write_sidecar_of_pair
 from megatron.core.datasets.indexed import IndexedDataset, bin_path, idx_path
 from megatron.core.datasets.sidecar import describe_tokenizer
 from megatron.core.datasets.storage import DataError, atomic_file, file_or_object_size
@@ -58,6 +58,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="read everything and list what is wrong; ids are compared with the vocabulary of the tokenizer "
         "given, else of the sidecar",
+    )
+    parser.add_argument(
+        "--write-sidecar",
+        action="store_true",
+        help="write PREFIX.json, with counts and checksums, for a pair of another program that has none",
     )
     parser.add_argument(
         "--multimodal", action="store_true", help="the index has a mode for each sequence: text or image"
@@ -192,17 +197,22 @@ def draw_length_histograms(lengths_of: dict[str, np.ndarray], seq_length: int | 
 
 def verify_pair(prefix: str, args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[str]:
     """Return all that is wrong with a pair, showing a progress bar on a terminal."""
-    try:
-        size = file_or_object_size(bin_path(prefix))
-    except DataError:
-        size = 0
-    with tqdm(total=size, unit="B", unit_scale=True, desc=prefix, disable=not sys.stderr.isatty()) as bar:
+    with _bytes_read_bar(prefix) as bar:
         return bin_idx_pair_problems(
             prefix,
             vocab_size=tokenizer.vocab_size if tokenizer else None,
             multimodal=args.multimodal,
             advance=bar.update,
         )
+
+
+def _bytes_read_bar(prefix: str) -> tqdm:
+    """Return a progress bar, shown on a terminal, of the bytes of a pair's .bin file."""
+    try:
+        size = file_or_object_size(bin_path(prefix))
+    except DataError:
+        size = 0
+    return tqdm(total=size, unit="B", unit_scale=True, desc=prefix, disable=not sys.stderr.isatty())
 
 
 def inspect_all_pairs(args: argparse.Namespace) -> bool:
@@ -213,6 +223,9 @@ def inspect_all_pairs(args: argparse.Namespace) -> bool:
     for prefix in args.prefixes:
         problems = verify_pair(prefix, args, tokenizer) if args.verify else []
         facts: dict[str, Any] = {"prefix": prefix}
+        if args.write_sidecar and not problems:
+            with _bytes_read_bar(prefix) as bar:
+                write_sidecar_of_pair(prefix, multimodal=args.multimodal, advance=bar.update)
         if not problems:
             if tokenizer:
                 sidecar.check_dataset_tokenizer(prefix, tokenizer_fingerprint_fields(tokenizer))

@@ -14,6 +14,7 @@ import pytest
 
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.files import DISK
 from megatron.core.families.hf_export import folder_written_whole
 from megatron.evaluation.vision_benchmarks import BenchmarkQuestion, write_official_answer_file
 from megatron.tools.bert_embedding import NpyWriter
@@ -86,6 +87,14 @@ def test_answers_and_vectors_are_whole_or_not_there(full: None, tmp_path: Path) 
         for _ in range(100_000):
             writer.add(np.zeros((10, 8), np.float32))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_names_the_checkpoint_file_that_it_cannot_write(full: None, tmp_path: Path) -> None:
+    file = DISK.create(tmp_path / "rank_00000.safetensors")
+    with pytest.raises(OSError, match=r"File too large: '.*rank_00000.safetensors'"):
+        for _ in range(3):
+            file.write(memoryview(bytes(3000)))
+    file.close()
 
 
 def test_a_folder_that_cannot_be_written_whole_is_not_there(full: None, tmp_path: Path) -> None:

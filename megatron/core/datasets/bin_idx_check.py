@@ -24,7 +24,7 @@ from megatron.core.datasets.indexed import (
     idx_path,
     index_problems,
 )
-from megatron.core.datasets.storage import COPY_BYTES, DataError, file_or_object_size
+from megatron.core.datasets.storage import COPY_BYTES, DataError, file_or_object_size, write_file
 
 Advance = Callable[[int], object]
 
@@ -46,7 +46,7 @@ def bin_idx_pair_problems(
         data = IndexedDataset(prefix, multimodal=multimodal, check=False)
     except DataError as error:
         return [*problems, str(error)]
-    problems += _index_file_problems(data)
+    problems += _index_file_problems(data, has_checksum=facts is not None)
     if vocab_size is None and facts is not None and facts.tokenizer is not None:
         given = facts.tokenizer.get("vocab_size")
         vocab_size = given if isinstance(given, int) else None
@@ -72,7 +72,7 @@ def bin_idx_pair_problems(
     return problems
 
 
-def _index_file_problems(data: IndexedDataset) -> list[str]:
+def _index_file_problems(data: IndexedDataset, *, has_checksum: bool) -> list[str]:
     """Return a sentence for each thing wrong with the size or the arrays of the .idx file."""
     path, expected = (
         idx_path(data.prefix),
@@ -85,8 +85,41 @@ def _index_file_problems(data: IndexedDataset) -> list[str]:
             f"entries take {expected} (modes of images and text are read with --multimodal)"
         )
     return problems + index_problems(
-        path, data.sequence_lengths, data.offsets(0, len(data)), data.document_indices, itemsize=data.dtype.itemsize
+        path,
+        data.sequence_lengths,
+        data.offsets(0, len(data)),
+        data.document_indices,
+        itemsize=data.dtype.itemsize,
+        has_checksum=has_checksum,
     )
+
+
+def write_sidecar_of_pair(prefix: str, *, multimodal: bool = False, advance: Advance = lambda count: None) -> None:
+    """Write the sidecar of a pair of another program, with counts and checksums, which later tell damage.
+
+    advance: as in `bin_idx_pair_problems`. `DataError` if the pair cannot be opened, or has a sidecar already.
+    """
+    data, size = IndexedDataset(prefix, multimodal=multimodal), file_or_object_size(bin_path(prefix))
+    sidecar.check_sidecar_path_free(prefix)
+    if sidecar.read_sidecar(prefix) is not None:
+        raise DataError(f"{sidecar.sidecar_path(prefix)} is there already")
+    checksum = xxhash.xxh3_128()
+    for start in range(0, size, COPY_BYTES):
+        piece = data.read_raw_bytes(start, min(COPY_BYTES, size - start))
+        checksum.update(piece)
+        advance(len(piece))
+    facts = sidecar.DatasetSidecar(
+        data.num_documents,
+        len(data),
+        data.num_tokens,
+        str(data.dtype),
+        level="document" if np.diff(data.document_indices).max(initial=0) <= 1 else "sentence",
+        checksums={
+            "bin": f"{sidecar.CHECKSUM}:{checksum.hexdigest()}",
+            "idx": f"{sidecar.CHECKSUM}:{data.index_checksum}",
+        },
+    )
+    write_file(sidecar.sidecar_path(prefix), sidecar.encode_sidecar(facts))
 
 
 class _OutOfVocabCount(WrongIndexEntryCounter):

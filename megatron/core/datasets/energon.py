@@ -98,8 +98,7 @@ class EnergonSplitPart:
         for name in names:
             if os.path.isabs(name) or ".." in name.split("/"):
                 raise DataError(f"{self.folder}/{META}/split.yaml names {name!r}, which is outside the folder")
-            count = counts.get(name)
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            if not _is_count(counts.get(name)):
                 raise DataError(f"{self.folder}/{META}/.info.json has no count of {name}; run `energon prepare` again")
         return [(name, counts[name]) for name in names]
 
@@ -273,21 +272,26 @@ def _resolve_blend_node(nodes: Any, base: str, part: str, where: str, depth: int
     """Return the parts of a list of datasets: with weights that sum to 1, or, if `repeated`, each `repetitions` times."""
     prefixes: list[str] = []
     weights: list[float] = []
+    share = "repetitions" if repeated else "weight"
     for node in _require_dataset_list(nodes, where):
-        share = "repetitions" if repeated else "weight"
         inner = _resolve_dataset_node(node, base, part, where, depth, share)
         assert inner is not None, "what is named inside a file has the part or is refused"
         number = _read_blend_weight(node, share, where)
-        if len(prefixes) + (number if repeated else 1) * len(inner.prefixes) > _MOST_PARTS:
-            raise DataError(f"{where}: the blend has more than {_MOST_PARTS} parts, repetitions counted")
         if repeated and inner.weights is None:
+            _refuse_many_parts(number * len(inner.prefixes), where)
             prefixes += [prefix for each in inner.prefixes for prefix in _repeat_data_path(each, number)]
         elif not repeated and (inner.weights is not None or len(inner.prefixes) == 1):
             prefixes += inner.prefixes
             weights += [number * weight for weight in inner.weights or (1.0,)]
         else:
             raise DataError(f"{where}: blend and blend_epochized do not mix")
+        _refuse_many_parts(len(prefixes), where)
     return DatasetBlendSpec(tuple(prefixes), None if repeated else tuple(weight / sum(weights) for weight in weights))
+
+
+def _refuse_many_parts(count: float, where: str) -> None:
+    if count > _MOST_PARTS:
+        raise DataError(f"{where}: the blend has more than {_MOST_PARTS} parts, repetitions counted")
 
 
 def _require_dataset_list(nodes: Any, where: str) -> list[Mapping[str, Any]]:
@@ -348,6 +352,10 @@ def _expand_braces(patterns: Sequence[Any]) -> list[str]:
             )
         result += ["".join(words) for words in product(*options)]
     return result
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _brace_alternatives(inside: str) -> Sequence[str]:

@@ -61,6 +61,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 LONGEST_SEQUENCE = 2**31 - 1
 COPY_ENTRIES = 2**20
+_FEWEST_DOCUMENTS = 64  # of which one that is odd cannot be meant
 CHECKED_AT_ONCE = 2**16  # what is computed on the way stays in the processor's cache
 _INT32 = struct.Struct("<i")
 
@@ -112,6 +113,11 @@ class IndexedDataset:
             raise DataError(
                 f"{path} has {result} bytes, but {idx_path(prefix)} describes {expected}; "
                 "the pair is damaged or not of one run: write it again"
+            )
+        if check and result > expected and sidecar.read_sidecar(prefix) is None:
+            raise DataError(
+                f"{path} has {result} bytes, {result - expected} more than {idx_path(prefix)} describes; the pair is damaged or "
+                "not of one run: write it again"
             )
         self._reader: MappedFile | FileRangeReader | ObjectBlockReader
         if is_remote_path(path):
@@ -174,15 +180,19 @@ class IndexedDataset:
     def _check_idx_consistency(self) -> None:
         """Raise `DataError` where the index contradicts itself, or the sidecar the pair."""
         path = idx_path(self.prefix)
+        facts = sidecar.read_sidecar(self.prefix)
         problems = index_problems(
-            path, self.sequence_lengths, self._offsets, self.document_indices, itemsize=self.dtype.itemsize
+            path,
+            self.sequence_lengths,
+            self._offsets,
+            self.document_indices,
+            itemsize=self.dtype.itemsize,
+            has_checksum=facts is not None,
         )
         if problems:
             raise DataError(
                 f"{'; '.join(problems)}; the index is damaged: see tools/inspect_dataset.py --verify, and write it again"
             )
-        facts = sidecar.read_sidecar(self.prefix)
-        problems = []
         if facts is not None:
             problems = sidecar.sidecar_mismatches(
                 self.prefix, facts, self.totals_and_dtype, {"idx": self.index_checksum}
@@ -282,12 +292,12 @@ class WrongIndexEntryCounter:
 
 
 def index_problems(
-    path: str, lengths: np.ndarray, offsets: np.ndarray, documents: np.ndarray, *, itemsize: int
+    path: str, lengths: np.ndarray, offsets: np.ndarray, documents: np.ndarray, *, itemsize: int, has_checksum: bool
 ) -> list[str]:
     """Return a sentence for each inconsistency between the arrays of an index (`IndexedDataset` describes them).
 
     path: the name of the index in the sentences. lengths, offsets: [sequences]; documents: [documents + 1]. itemsize:
-    bytes of an id. The caller checks the ends of the arrays.
+    bytes of an id. has_checksum: whether a sidecar tells damage that leaves the arrays plausible. The caller checks the ends of the arrays.
     """
     problems: list[str] = []
     misplaced, falling, end = WrongIndexEntryCounter(), WrongIndexEntryCounter(), 0
@@ -306,6 +316,10 @@ def index_problems(
         falling.add_mask(starts[1:] < starts[:-1], first)
     if falling.count:
         problems.append(f"{path}: {falling.count} documents end before they begin, first document {falling.first}")
+    if not has_checksum and _FEWEST_DOCUMENTS < len(documents) == len(lengths) + 1:
+        odd = np.flatnonzero(documents != np.arange(len(documents)))
+        if len(odd) == 1:  # of documents of a sequence each nothing else tells it
+            problems.append(f"{path}: each document is one sequence, but for entry {odd[0]} of the document array")
     return problems
 
 

@@ -30,14 +30,18 @@ class FolderEntry:
 
 
 class OpenFile:
-    """An open file of this machine. handle: its descriptor."""
+    """An open file of this machine. handle: its descriptor. path: named in errors, which the system's do not."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self, handle: int, path: Path) -> None:
+        self._handle, self._path = handle, path
 
     def write(self, content: memoryview) -> int:
         """Append bytes; returns how many were written, which may be fewer than given."""
-        return os.write(self._handle, content)
+        try:
+            return os.write(self._handle, content)
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
 
     def read_into(self, content: memoryview, place: int) -> int:
         """Fill `content` with the bytes from offset `place`; returns how many were read, 0 at the end of the file."""
@@ -76,11 +80,12 @@ class FileSystem:
 
     def create(self, path: Path) -> OpenFile:
         """Create or truncate a file and open it for writing."""
-        return OpenFile(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK
+        return OpenFile(os.open(path, flags, 0o666), path)
 
     def open_for_reading(self, path: Path) -> OpenFile:
         """Open a file for reading; a pipe, which would block, is refused."""
-        return OpenFile(_open_regular_file(path))
+        return OpenFile(_open_regular_file(path), path)
 
     def map(self, path: Path) -> memoryview:
         """Memory-map a file and return its bytes: pages are read when accessed. Changes stay private to this process."""

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.datasets import indexed, sidecar, storage
-from megatron.core.datasets.bin_idx_check import bin_idx_pair_problems
+from megatron.core.datasets.bin_idx_check import bin_idx_pair_problems, write_sidecar_of_pair
 from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
 from megatron.core.datasets.indexed import (
@@ -419,6 +419,44 @@ def test_without_a_sidecar_a_flipped_bit_is_refused_or_moves_the_end_of_a_docume
         assert np.array_equal(result.sequence_lengths, lengths) and result.dtype == np.uint16
         assert (np.diff(result.document_indices) >= 0).all() and (result.document_indices != documents).sum() == 1
     assert passed < 20, passed
+
+
+def test_without_a_sidecar_no_flipped_bit_passes_where_documents_are_sequences(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        for length in np.random.default_rng(1).integers(1, 9, 100).tolist():
+            builder.add_sequence(np.arange(length))
+            builder.end_document()
+    (tmp_path / "data.json").unlink()
+    path = tmp_path / "data.idx"
+    content = path.read_bytes()
+    for bit in np.random.default_rng(0).integers(0, 8 * len(content), 400).tolist():
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"data\.idx"):
+            IndexedDataset(tmp_path / "data")
+
+
+def test_a_pair_of_another_program_gets_a_sidecar_that_tells_every_damage(by_hand):
+    write_sidecar_of_pair(by_hand)
+    assert bin_idx_pair_problems(by_hand) == []
+    index = Path(f"{by_hand}.idx").read_bytes()
+    for bit in range(0, 8 * len(index), 7):
+        damaged = bytearray(index)
+        damaged[bit // 8] ^= 1 << bit % 8
+        Path(f"{by_hand}.idx").write_bytes(damaged)
+        with pytest.raises(DataError):
+            IndexedDataset(by_hand)
+    Path(f"{by_hand}.idx").write_bytes(index)
+    with pytest.raises(DataError, match="is there already"):
+        write_sidecar_of_pair(by_hand)
+
+
+def test_a_bin_file_with_more_than_its_index_describes_is_refused_without_a_sidecar(by_hand):
+    with open(f"{by_hand}.bin", "ab") as file:
+        file.write(bytes(4))
+    with pytest.raises(DataError, match="4 more than .*by_hand.idx describes"):
+        IndexedDataset(by_hand)
 
 
 def test_a_type_that_the_sidecar_contradicts_is_refused(tmp_path):
