@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any
@@ -73,13 +74,14 @@ class ConversationEncoder:
         end = tokenizer.eod if tokenizer.eos is None else tokenizer.eos
         bos = "" if tokenizer.bos is None else tokenizer.id_to_token(tokenizer.bos) or BOS
         eos = tokenizer.id_to_token(end) or EOS
+        tool_text = tokenizer.tool_chat_template if template == "tokenizer" else None
         special = {name: token for token in tokenizer.special_ids if len(name := tokenizer.id_to_token(token)) > 1}
-        self.marks = {**_tokens_of_template(tokenizer, text), **special, eos: end}
+        self.marks = {**_tokens_of_template(tokenizer, text + (tool_text or "")), **special, eos: end}
         if tokenizer.bos is not None:
             self.marks[bos] = tokenizer.bos
         others = {f"{name}_token": getattr(tokenizer, name) for name in ("pad", "cls", "sep", "mask")}
-        self.template = ChatTemplate(
-            text,
+        make_template = partial(
+            ChatTemplate,
             bos=bos,
             eos=eos,
             marks=list(self.marks),
@@ -87,11 +89,13 @@ class ConversationEncoder:
             names={name: tokenizer.id_to_token(token) for name, token in others.items() if token is not None},
             now=now,
         )
+        self.template = make_template(text, for_tools=None if tool_text is None else make_template(tool_text))
         self._segments = SegmentEncoder(tokenizer, self.marks)
         self._eos = eos
         self.identity = {
             "tokenizer": tokenizer_fingerprint_fields(tokenizer)["hash"],
             "template": text,
+            "template for tools": tool_text,
             "now": now,
             "version": _VERSION,
         }

@@ -112,7 +112,7 @@ class ChatTemplate:
 
     marks: names of tokens that the text of a user must not forge. control: those among them that a template never reads in
     a user's text. names: of the tokenizer's other special tokens, by variable (pad_token, ...). now: ISO time that
-    `strftime_now` says; None: the clock's.
+    `strftime_now` says; None: the clock's. for_tools: writes conversations with tools instead.
     """
 
     def __init__(
@@ -125,8 +125,9 @@ class ChatTemplate:
         control: Collection[str] = (),
         names: Mapping[str, str] = _NOTHING,
         now: str | None = DATE,
+        for_tools: ChatTemplate | None = None,
     ) -> None:
-        self._text, self._now = text, now
+        self._text, self._now, self._for_tools = text, now, for_tools
         try:
             self.marks_answers, _ = template_process().render(text, [])
         except InvalidTemplateError as error:
@@ -140,6 +141,8 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = False) -> str:
         """Render a conversation to one text. `DataError` if the template rejects it."""
+        if tools and self._for_tools is not None:
+            return self._for_tools.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         return _without_tags(self._render_first(messages, add_generation_prompt, tools, _NOTHING)[1])
 
     def render_segments(
@@ -149,6 +152,8 @@ class ChatTemplate:
 
         variables: other variables of the template.
         """
+        if tools and self._for_tools is not None:
+            return self._for_tools.render_segments(messages, tools, variables)
         prepared, whole = self._render_first(messages, False, tools, variables)
         text = _without_tags(whole)
         if self.marks_answers:
@@ -168,6 +173,8 @@ class ChatTemplate:
         """Render a conversation up to where the next answer begins; continues: up to where the last message, an answer, goes
         on. Nothing is learnt. `DataError` as in `render_segments`.
         """
+        if tools and self._for_tools is not None:
+            return self._for_tools.render_with_generation_prompt(messages, tools, variables, continues=continues)
         prepared, pieces = self._render_unlearnt(messages, not continues, tools, variables)
         if not continues:
             return pieces
@@ -182,6 +189,8 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Any = None, variables: Mapping[str, Any] = _NOTHING
     ) -> list[TemplateSegment]:
         """Render a whole conversation of which nothing is learnt. `DataError` as in `render_segments`."""
+        if tools and self._for_tools is not None:
+            return self._for_tools.render_unlearnt(messages, tools, variables)
         return self._render_unlearnt(messages, False, tools, variables)[1]
 
     def _render_unlearnt(

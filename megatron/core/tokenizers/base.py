@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
     cls, sep, mask: BERT's; pad: fills short samples; each None if the kind has none. additional_special_tokens_ids:
     sentinels such as T5's <extra_id_k>, in the order of k. special: names and ids of tokens that ordinary text cannot
     produce. special_ids: ids with a meaning of their own, except padding. chat_template: Jinja template of a
-    conversation, or None. engine: a sentence on the library that encodes, and why it was chosen. replaces_each_byte:
+    conversation, or None; tool_chat_template: that of one with tools, if it is another. engine: a sentence on the library that encodes, and why it was chosen. replaces_each_byte:
     of bytes that are no character each is U+FFFD, and not only the first of a run that begins one. cleans_up_spaces:
     texts of ids lose spaces before punctuation. end_ids: of a generation_config.json, each ends a generated text as `eod`
     does. names_found_in_text: names of tokens that `tokenize_with_special_spans` finds; empty if the kind has no such
@@ -42,6 +42,7 @@ class Tokenizer(Protocol):
     special: Mapping[str, int] = MappingProxyType({})
     special_ids: tuple[int, ...] = ()
     chat_template: str | None = None
+    tool_chat_template: str | None = None
     replaces_each_byte: bool = False
     cleans_up_spaces: bool = False
     end_ids: tuple[int, ...] = ()
@@ -72,11 +73,12 @@ class Tokenizer(Protocol):
 
     def tokenize_with_special_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Return, for each text, the ids of `tokenize_with_special` and the range [start, end) of characters of each."""
-        raise NotImplementedError
+        assert not texts, "a kind with names_found_in_text has its own"
+        return []
 
     def tokenize_characters(self, text: str) -> list[int]:
         """Return the ids of a text in which no name of a token that was added to the vocabulary is that token."""
-        raise NotImplementedError
+        return self.tokenize(text)
 
     def encode_texts_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of all texts concatenated [t], in an integer type that fits every id, and the number of ids of

@@ -262,7 +262,7 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     assert config.tokenizer_type is not None, "settings without a kind are refused"
     tokenizer = KINDS[config.tokenizer_type].build(config)
     if config.chat_template is not None:
-        tokenizer.chat_template = _read_chat_template_flag(config.chat_template)
+        tokenizer.chat_template, tokenizer.tool_chat_template = _read_chat_template_flag(config.chat_template), None
     if (folder := tokenizer_folder(config)) is not None:
         tokenizer.end_ids = read_generation_defaults(folder).end_ids
     return tokenizer

@@ -74,7 +74,7 @@ class HuggingFaceTokenizer(Tokenizer):
         named, extra = _ids_of_named_tokens(
             path.parent, self._config, {token: number for number, token in self._tokens.items()}, added
         )
-        self.chat_template = self._config.chat_template
+        self.chat_template, self.tool_chat_template = self._config.chat_template, self._config.tool_chat_template
         self.bos, self.eos, self.pad = named["bos"], named["eos"], named["pad"]
         self.cls, self.sep, self.mask = named["cls"], named["sep"], named["mask"]
         end = self.sep if self.eos is None else self.eos

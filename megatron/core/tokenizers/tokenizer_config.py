@@ -69,7 +69,7 @@ _ADVICE = "is unknown here and may change ids or texts; if it does not, take it 
 class TokenizerFolderConfig:
     """What the files beside a tokenizer.json say. names: role (bos, eos ..) -> token; None if they name none. extra: other
     special tokens; of_model: those that only some networks have, such as an image's. added: (id or None, fields of tokenizers' AddedToken) of tokens that are to be in the vocabulary with
-    these flags. cleans_up_spaces: of decoded texts.
+    these flags. cleans_up_spaces: of decoded texts. tool_chat_template: the chat template of conversations with tools.
     """
 
     names: Mapping[str, str] | None = None
@@ -78,13 +78,14 @@ class TokenizerFolderConfig:
     added: tuple[tuple[int | None, Mapping[str, Any]], ...] = ()
     cleans_up_spaces: bool = False
     chat_template: str | None = None
+    tool_chat_template: str | None = None
 
 
 def read_tokenizer_config(folder: Path, parsed: Mapping[str, Any]) -> TokenizerFolderConfig:
     """Read the files beside a tokenizer.json, whose content is `parsed`. `ConfigError` with all that cannot be done."""
     config = _merged_files(folder)
     keys = ForeignMapping(config, harmless=HARMLESS, defaults=_OFF, advice=_ADVICE)
-    template = _chat_template(folder, keys.pop_or_none("chat_template"))
+    templates = _chat_templates(folder, keys.pop_or_none("chat_template"))
     names, of_model, extra = dict[str, str](), list[Any](), list[Any]()
     for key in [key for key in config if key.endswith("_token") and key not in HARMLESS]:
         role, value = key.removesuffix("_token"), keys.pop_or_none(key)
@@ -108,7 +109,13 @@ def read_tokenizer_config(folder: Path, parsed: Mapping[str, Any]) -> TokenizerF
     cleans = cleans and (forced or parsed["model"].get("type") != "BPE")
     added = added or _legacy_added_tokens(folder, config)
     return TokenizerFolderConfig(
-        names or None, tuple(dict.fromkeys(extra)), tuple(dict.fromkeys(of_model)), added, cleans, template
+        names or None,
+        tuple(dict.fromkeys(extra)),
+        tuple(dict.fromkeys(of_model)),
+        added,
+        cleans,
+        templates.get("default"),
+        templates.get("tool_use"),
     )
 
 
@@ -206,14 +213,13 @@ def _legacy_added_tokens(folder: Path, config: Mapping[str, Any]) -> tuple[tuple
     return tuple((number, {"content": token}) for token, number in sorted(tokens.items(), key=lambda row: row[1]))
 
 
-def _chat_template(folder: Path, setting: object) -> str | None:
-    """Return the chat template; if there are several, the one named default. Files have precedence."""
-    if (folder / "chat_template.jinja").exists():
-        return read_flag_file_text(folder / "chat_template.jinja", FLAG)
-    if (folder / "additional_chat_templates" / "default.jinja").exists():
-        return read_flag_file_text(folder / "additional_chat_templates" / "default.jinja", FLAG)
+def _chat_templates(folder: Path, setting: object) -> dict[str, str]:
+    """Return the chat templates by their names; the usual one is named default. Files have precedence."""
     if isinstance(setting, list):
         setting = {str(row.get("name")): row.get("template") for row in setting if isinstance(row, dict)}
-    if isinstance(setting, dict):
-        setting = setting.get("default")
-    return setting if isinstance(setting, str) else None
+    given = setting if isinstance(setting, dict) else {"default": setting}
+    templates = {str(name): text for name, text in given.items() if isinstance(text, str)}
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").exists():
+        files["default"] = folder / "chat_template.jinja"
+    return templates | {name: read_flag_file_text(path, FLAG) for name, path in files.items()}

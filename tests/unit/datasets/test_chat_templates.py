@@ -316,3 +316,17 @@ def test_tokenizers_that_put_a_space_before_a_text_give_the_ids_of_transformers(
     )
     (ids,) = encoder.encode_conversations([encoder.template.render_segments(messages[:2])])
     assert np.where(ids < 0, ~ids, ids).tolist() == theirs.apply_chat_template(messages[:2], return_dict=False)
+
+
+def test_a_conversation_with_tools_has_the_template_for_tools(tmp_path: Path) -> None:
+    theirs = save_tokenizer(tmp_path, KINDS["thinks"])
+    theirs.chat_template = {"default": KINDS["turns"], "tool_use": KINDS["thinks"]}
+    theirs.save_pretrained(tmp_path)
+    encoder = ConversationEncoder(HuggingFaceTokenizer(tmp_path), "tokenizer")
+    for kind in ("three turns", "a tool is called in the past"):
+        messages, tools = CONVERSATIONS[kind]
+        (ids,) = encoder.encode_conversations([encoder.template.render_segments(messages, tools)])
+        expected = theirs.apply_chat_template(messages, tools=tools, return_dict=False)
+        assert np.where(ids < 0, ~ids, ids).tolist() == expected
+        prompt = theirs.apply_chat_template(messages[:1], tools=tools, add_generation_prompt=True, return_dict=False)
+        assert encoder.encode_prompt(messages[:1], tools) == prompt
