@@ -10,7 +10,7 @@ they hold beside: state of an optimizer or a hook that this table does not know.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
 from typing import Any
@@ -222,9 +222,13 @@ def compare_training_states(
             tuple(f"{name} in {where}" for where, lines in lacking.items() for name in lines),
             tuple(one for one in compare_sources(a, b, patterns=item.names) if one.name not in keys),
         )
+    yield _compare_other_state(a, b, sorted(set().union(*held.values())))
+
+
+def _compare_other_state(a: CheckpointSource, b: CheckpointSource, names: Sequence[str]) -> StateCategoryComparison:
+    """Compare what is in no category. names: all that either checkpoint holds."""
     known = [name for item in INVENTORY for name in item.names] + [SETTINGS]
-    unknown = [name for name in sorted(set().union(*held.values())) if not matches_pattern(name, known)]
+    unknown = [name for name in names if not matches_pattern(name, known)]
     item = StateCategory(OTHER_STATE, tuple(map(escape, unknown)), ())
-    yield StateCategoryComparison(
-        item, len(unknown), (), tuple(compare_sources(a, b, patterns=item.names)) if unknown else ()
-    )
+    differences = tuple(compare_sources(a, b, patterns=item.names)) if unknown else ()
+    return StateCategoryComparison(item, len(unknown), (), differences)

@@ -171,5 +171,13 @@ def test_windows_of_a_depth_begin_with_its_first_symbol(freq: str | None, window
         assert [row.index for row in rows] == [3 + 2 * depth, 4 + 2 * depth]
 
 
+@pytest.mark.parametrize("pattern", ["M-|M-|", "|M-|M-", "M-||M-"])
+def test_a_bar_too_many_is_told_as_a_stage_without_layers(pattern: str) -> None:
+    told = problems(2, hybrid_layer_pattern=pattern, pipeline_model_parallel_size=2, **SMALL)
+    assert "3 stages are not a multiple" in told and "makes a stage without layers" in told
+    told = problems(2, hybrid_layer_pattern="M|M|M", pipeline_model_parallel_size=2, **SMALL)
+    assert "3 stages are not a multiple" in told and "without layers" not in told
+
+
 def test_bars_mean_nothing_on_one_pipeline_rank() -> None:
     assert len(stage_specs_of_run(tiny.config(hybrid_layer_pattern="M|M-*|-M|M", **SMALL))) == 1

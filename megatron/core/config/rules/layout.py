@@ -97,6 +97,9 @@ def _sequence_parallel_problem(s: ConfigRuleInput) -> Iterator[str]:
         )
 
 
+_EMPTY_STAGES = "; an | at an end of the pattern, or beside another, makes a stage without layers"
+
+
 @config_rule("pipeline-split", needs_sizes=True)
 def _pipeline_split_problem(s: ConfigRuleInput) -> str:
     """The layers divide into the stages of the pipeline, by one method."""
@@ -115,12 +118,8 @@ def _pipeline_split_problem(s: ConfigRuleInput) -> str:
         if model.architecture == "t5":
             return reasons.replace("--num-layers ", "--encoder-num-layers + --decoder-num-layers ")
         if model.hybrid.layer_symbols and model.hybrid.pipeline_layout_text == parallel.pipeline_model_parallel_layout:
-            empty = (
-                ""
-                if all(model.hybrid.stage_symbols)
-                else "; an | at an end of the pattern, or beside another, makes a stage without layers"
-            )
-            return reasons.replace("--pipeline-model-parallel-layout", "| in --hybrid-layer-pattern") + empty
+            hint = _EMPTY_STAGES * ("" in model.hybrid.stage_symbols)
+            return reasons.replace("--pipeline-model-parallel-layout", "| in --hybrid-layer-pattern") + hint
         return reasons
     chunks = 2 if parallel.stage_placement == "v" else 1
     if parallel.splits_backward and len(stages) != chunks * parallel.pp:
