@@ -233,20 +233,24 @@ class MergedAdapterSource:
 
         The weight merged last is cached, for its other boxes.
         """
-        if name in self._saved:
-            return self._saved[name][box.slices()].to(self.formats[name].dtype)
         if name not in self._pairs:
-            return self._source.read(name, box)
+            return self._read_unmerged(name, box)
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next is made, so that there is only one
             self._last = (name, self._merge_weight(name))
         return self._last[1][box.slices()]
 
+    def _read_unmerged(self, name: str, box: Box) -> Tensor:
+        """Return a box of a weight without its adapters, as it was saved with them or else is in the source."""
+        if name in self._saved:
+            return self._saved[name][box.slices()].to(self.formats[name].dtype)
+        return self._source.read(name, box)
+
     def _merge_weight(self, name: str) -> Tensor:
         """Return the weight with adapters, W + scale B A (DoRA rescales rows), in fp32 or wider, rounded once."""
         format = self.formats[name]
         wide = torch.promote_types(format.dtype, torch.float32)
-        weight = self._source.read(name, whole_box(format.shape)).to(wide, copy=True)
+        weight = self._read_unmerged(name, whole_box(format.shape)).to(wide, copy=True)
         for pair in self._pairs[name]:
             own = weight.narrow(-2, *pair.rows)
             own += (self._sign * pair.scale) * (pair.second.to(wide) @ pair.first.to(wide))

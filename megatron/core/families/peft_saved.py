@@ -60,7 +60,7 @@ def _name_problem(name: str, adapted: Collection[str], places: PeftMatrixMapping
     """Return why a whole parameter of this name is not read, or None."""
     module, _, last = name.rpartition(".")
     plain = module.removesuffix(WRAPPED)
-    if (module != plain) != (plain in adapted) or (plain in adapted and last != "bias"):
+    if (module != plain) != (plain in adapted) or (plain in adapted and last != "bias" and f"{plain}.{last}" != _HEAD):
         return "is a matrix, or another parameter, beside its adapter, which is not read here"
     known = f"{plain}.{last}" in places.row_of_name or name == _HEAD
     return None if known else "is no parameter of this network"

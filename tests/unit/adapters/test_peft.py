@@ -165,7 +165,10 @@ def ours(base: Path, *more: str) -> Trainer:
     words = f"--use-checkpoint-args --pretrained-checkpoint {base} --seq-length {LENGTH} --micro-batch-size 2 --global-batch-size 2 "
     words += f"--train-iters 4 --lr 1e-2 --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --attention-dropout 0 "
     words += "--hidden-dropout 0 --num-workers 0"
-    biased = "n_routed_experts" in (base / "config.json").read_text()  # whose router would move what is frozen
+    settings = json.loads((base / "config.json").read_text())
+    biased = "n_routed_experts" in settings and "moe" in settings.get(
+        "layers_block_type", ["moe"]
+    )  # it would move what is frozen
     words += " --moe-router-bias-update-rate 0" if biased else ""
     config = tiny.with_vocabulary(run_config_of_args(parse_args_or_raise([*words.split(), *more]), 1), VOCABULARY)
     trainer = tiny.trainer_of(tiny.run_of(config))

@@ -282,6 +282,16 @@ def test_all_linear_layers_of_a_network_with_experts_can_be_merged(family: str, 
         close(merged(ids()).logits, loaded_by_peft(base, folder), 2e-5)
 
 
+@pytest.mark.nightly
+def test_an_adapter_of_the_output_layer_can_be_merged(tmp_path: Path) -> None:
+    base, folder = saved_base("llama", tmp_path / "base"), tmp_path / "adapter"
+    assert "merge it" in differs_from_peft(base, folder, {"target_modules": ["q_proj", "lm_head"]})
+    tool.main(["merge", "--base", str(base), "--adapter", str(folder), "--save", str(tmp_path / "merged")])
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        close(merged(ids()).logits, loaded_by_peft(base, folder), 1e-5)
+
+
 def read(base: Path, folder: Path) -> LoadedAdapter:
     return open_adapters(folder, model_config_from_settings(hf.open_hf_folder(base).settings))
 

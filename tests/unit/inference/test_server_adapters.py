@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `server` brings it")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
@@ -23,7 +26,7 @@ from megatron.inference.requests import GenerationRequest
 from megatron.inference.sampling import SamplingParams
 from megatron.tools.run_text_generation_server import adapter_folders_by_name, make_adapter_opener
 from megatron.training.checkpoint.inference_model import GPT, load_network
-from tests.unit.inference.clients import NAME, bytes_engine, bytes_network, serving
+from tests.unit.inference.clients import NAME, Answer, bytes_engine, bytes_network, serving
 from tests.unit.inference.serving import engine_of
 from tests.unit.inference.test_adapters import adapter_of
 
@@ -197,3 +200,65 @@ def test_a_mixed_batch_gives_the_logits_of_peft(tmp_path: Path) -> None:
         expected = logits[0, :-1].log_softmax(-1).gather(1, text[0, 1:, None])[:, 0]
         found = [token.logprob for token in (*reply.prompt[1:], *reply.tokens)]
         assert found == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+DAMAGES: dict[str, Any] = {
+    "no magnitudes": lambda config, tensors: [tensors.pop(name) for name in list(tensors) if "magnitude" in name],
+    "short magnitudes": lambda config, tensors: tensors.update({name: one[:-1] for name, one in tensors.items() if "magnitude" in name}),
+    "not finite": lambda config, tensors: [one.fill_(float("nan")) for one in tensors.values()],
+    "an endless regex": lambda config, tensors: config.update(alpha_pattern={"([a-z0-9_.]+)+!": 3}),
+    "a number without end": lambda config, tensors: config.update(r=10**400),
+    "alpha that is none": lambda config, tensors: config.update(lora_alpha=float("nan")),
+    "lists": lambda config, tensors: config.update(target_modules=[[]], rank_pattern=[1], bias=[]),
+    "half a surrogate pair": lambda config, tensors: config.update({"\ud800": 1}),
+    "a base that is a pipe": lambda config, tensors: config.update(base_model_name_or_path="PIPE"),
+    "a high rank": lambda config, tensors: config.update(r=1 << 19),
+}  # fmt: skip
+
+
+def test_others_are_answered_whatever_a_folder_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed; the extra `dev` brings it")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("megatron.core.config.bounded_regex._SECONDS", 0.5)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 257,
+        "initializer_range": 0.5,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(max_position_embeddings=64, **sizes))
+    model.save_pretrained(tmp_path / "base")
+    made = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], use_dora=True, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    peft.get_peft_model(model, made).save_pretrained(tmp_path / "good")
+    loaded = load_network(str(tmp_path / "base"), GPT, tokenizer={"tokenizer_type": "ByteTokenizer"})
+    opener = make_adapter_opener(loaded.source, loaded.config.model, largest_rank=16)
+    config = json.loads((tmp_path / "good/adapter_config.json").read_text())
+    (tmp_path / "pipes").mkdir()
+    os.mkfifo(tmp_path / "pipes/config.json")
+    with serving(Engine(loaded.stages, loaded.tokenizer), open_adapter=opener, updates_adapters=True) as server:
+
+        def load(name: str) -> Answer:
+            return server.ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(tmp_path / name)})
+
+        assert load("good").status == 200
+        texts = [server.complete(model=name, **GREEDY).json["choices"][0]["text"] for name in (NAME, "good")]
+        assert texts[0] != texts[1]
+        for what, damage in DAMAGES.items():
+            (tmp_path / what).mkdir()
+            wrong, tensors = dict(config), load_file(tmp_path / "good/adapter_model.safetensors")
+            damage(wrong, tensors)
+            text = json.dumps(wrong).replace("PIPE", str(tmp_path / "pipes"))
+            (tmp_path / what / "adapter_config.json").write_text(text)
+            save_file(
+                {name: one.contiguous() for name, one in tensors.items()}, tmp_path / what / "adapter_model.safetensors"
+            )
+            answer = load(what)
+            assert answer.status == 400, (what, answer.text)
+            assert [
+                server.complete(model=name, **GREEDY).json["choices"][0]["text"] for name in (NAME, "good")
+            ] == texts
+        assert [one["id"] for one in server.ask("GET", "/v1/models").json["data"]] == [NAME, "good"]
