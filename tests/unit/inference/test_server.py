@@ -14,6 +14,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `serv
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.core.tokenizers.generation_config import GenerationDefaults
 from megatron.inference.beam import beam_search
 from megatron.inference.detokenizer import IncrementalTokenTexts
@@ -364,6 +365,28 @@ def test_a_stream_says_what_the_whole_answer_says(server: Running) -> None:
 def test_a_streamed_echo_begins_with_the_prompt(server: Running) -> None:
     said = chunks(server.complete(prompt="abc", echo=True, stream=True, max_tokens=3, **GREEDY))
     assert "".join(chunk["choices"][0]["text"] for chunk in said) == "abc" + alone("abc", 3).text
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+def test_a_prompt_that_ends_inside_a_character_is_continued_from_there(server: Running, cut: int) -> None:
+    prompt = [*b"ab", *"\U0001f600".encode()[:cut]]
+    (reply,) = bytes_engine().run([GenerationRequest(tuple(prompt), 12, SamplingParams(0.0), ignore_eod=True)])
+    whole = ByteTokenizer().detokenize([*prompt, *reply.ids])
+    body = {"prompt": prompt, "max_tokens": 12, "ignore_eos": True, **GREEDY}
+    (choice,) = server.complete(**body, echo=True, logprobs=1).json["choices"]
+    assert choice["text"] == whole == "".join(choice["logprobs"]["tokens"])
+    streamed = [
+        choice for chunk in chunks(server.complete(**body, echo=True, stream=True)) for choice in chunk["choices"]
+    ]
+    assert "".join(choice["text"] for choice in streamed) == whole
+    scored = [
+        choice for chunk in chunks(server.complete(**body, logprobs=1, stream=True)) for choice in chunk["choices"]
+    ]
+    told = "".join(choice["text"] for choice in scored)
+    assert told == whole[len("ab" if cut < 4 else "ab\U0001f600") :] == reply.text
+    fields = [choice["logprobs"] for choice in scored if choice["logprobs"]]
+    assert "".join(piece for field in fields for piece in field["tokens"]) == told
+    assert sum(len(field["token_logprobs"]) for field in fields) == 12
 
 
 def test_a_conversation_is_written_by_its_template(server: Running) -> None:
