@@ -129,6 +129,6 @@ class RewardModel:
                 inputs.append(tuple(encode_reward_text(tokenizer, text)))
                 continue
             assert encoder is not None, "conversations are written by a template"
-            (ids,) = encoder.encode_conversations([encoder.template.render_segments(text)])
+            (ids,) = encoder.encode_conversations([encoder.template.render_unlearnt(text)])
             inputs.append(tuple((ids ^ (ids >> 31)).tolist()))  # an id that is not learnt is kept as ~id
         return inputs

@@ -18,6 +18,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -171,26 +172,28 @@ class PreferenceRowParser:
     ) -> list[np.ndarray]:
         """Encode conversations by the chat template. tools, variables: of the template. `DataError` if invalid."""
         prompt, answers = _explicit_prompt(prompt, answers, self.task)
-        for messages in (prompt, *answers):
-            if any(not isinstance(one, dict) or not isinstance(one.get("role"), str) for one in messages):
-                raise DataError('a message has no "role"')
-        for messages in answers:
-            if not messages or messages[-1]["role"] != "assistant" or not any(map(messages[-1].get, _ANSWER_KEYS)):
-                raise DataError("the last message is no answer of the assistant's")
+        _check_messages(prompt, answers)
         if self._encoder is None:
             self._encoder = ConversationEncoder(self.tokenizer, self._template)
         template = self._encoder.template
         begin = [template.render_with_generation_prompt(prompt, tools, variables)] if prompt else []
         whole = [[*prompt, *messages] for messages in answers]
-        rendered = [
-            template.render_segments(messages, tools, variables, prompt=len(prompt) or len(messages) - 1)
-            for messages in whole
-        ]
+        rendered = [template.render_unlearnt(messages, tools, variables) for messages in whole]
         ids = [(one ^ (one >> 31)).tolist() for one in self._encoder.encode_conversations([*begin, *rendered])]
         return _mark_prompts(ids[0] if prompt else [], ids[len(begin) :])
 
 
 _ANSWER_KEYS = ("content", "tool_calls", "reasoning_content", "thinking")
+
+
+def _check_messages(prompt: Sequence[Any], answers: Sequence[Sequence[Any]]) -> None:
+    """Raise `DataError` for a message without a role, and for an answer that is not the assistant's or says nothing."""
+    for message in (*prompt, *chain.from_iterable(answers)):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError('a message has no "role"')
+    for messages in answers:
+        if not messages or messages[-1]["role"] != "assistant" or not any(map(messages[-1].get, _ANSWER_KEYS)):
+            raise DataError("the last message is no answer of the assistant's")
 
 
 def _missing_columns_message(columns: ForeignMapping, answers: Mapping[str, Any], task: Task) -> str:

@@ -124,6 +124,23 @@ def _differs(earlier: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
     return any(earlier.get(key) != message.get(key) for key in ("role", "content"))
 
 
+def _read_request(request: Mapping[str, Any], *, chat: bool) -> tuple[Any, int | None, tuple[str, ...]]:
+    """Return (prompt or messages, most tokens, stop words) of a request. Raises `_AgentRequestRefused` if it cannot be
+    read.
+    """
+    try:
+        prompt: Any = [dict(message) for message in request["messages"]] if chat else request["prompt"]
+        stop = request.get("stop") or ()
+        words = (stop,) if isinstance(stop, str) else tuple(map(str, stop))
+        most = request.get("max_tokens", request.get("max_completion_tokens"))
+        most = None if most is None else int(most)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _AgentRequestRefused(f"the request cannot be read: {type(error).__name__}: {error}") from None
+    if not chat and not isinstance(prompt, str):
+        raise _AgentRequestRefused("the prompt must be a text")
+    return prompt, most, words
+
+
 def _generate_agent_response(
     rollout: _AgentRollout, path: str, request: Mapping[str, Any], seconds: float
 ) -> dict[str, Any]:
@@ -135,16 +152,7 @@ def _generate_agent_response(
         raise _AgentRequestRefused(f"{path} is not served; completions and chat/completions are")
     if request.get("stream") or request.get("n", 1) != 1:
         raise _AgentRequestRefused("a rollout has one answer at a time, which is not streamed")
-    try:
-        prompt: Any = [dict(message) for message in request["messages"]] if chat else request["prompt"]
-        stop = request.get("stop") or ()
-        words = (stop,) if isinstance(stop, str) else tuple(map(str, stop))
-        most = request.get("max_tokens", request.get("max_completion_tokens"))
-        most = None if most is None else int(most)
-    except (KeyError, TypeError, ValueError) as error:
-        raise _AgentRequestRefused(f"the request cannot be read: {type(error).__name__}: {error}") from None
-    if not chat and not isinstance(prompt, str):
-        raise _AgentRequestRefused("the prompt must be a text")
+    prompt, most, words = _read_request(request, chat=chat)
     coroutine = (
         rollout.answer_messages(prompt, request.get("tools"), most, words)
         if chat

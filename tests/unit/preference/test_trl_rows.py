@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,7 +146,7 @@ def test_columns_that_trl_does_not_read_are_passed_over_and_named(both: tuple[An
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ROWS)
-def test_trl_itself_gives_these_ids(both: tuple[Any, HuggingFaceTokenizer], name: str) -> None:
+def test_trl_itself_gives_these_ids(both: tuple[Any, HuggingFaceTokenizer], name: str, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="trl is not installed")
     import datasets
 
@@ -155,7 +156,7 @@ def test_trl_itself_gives_these_ids(both: tuple[Any, HuggingFaceTokenizer], name
         ("RewardTrainer", trl.RewardConfig, ("chosen", "rejected")),
     ):
         table = datasets.Dataset.from_list([row])
-        args = config(output_dir="/tmp/unused", max_length=None, report_to=[], use_cpu=True, bf16=False)
+        args = config(output_dir=str(tmp_path), max_length=None, report_to=[], use_cpu=True, bf16=False)
         stand = object.__new__(getattr(trl, trainer))
         stand._tokenizer, stand._is_vlm = both[0], False
         made = stand._prepare_dataset(table, both[0], args, "train")[0]
