@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config.flags import flag, raw_flag_values
+from megatron.core.config.flags import config_from_namespace, flag, raw_flag_values
+from megatron.core.config.settings.run import RequestedRun
 
 ZERO_SHOT = ("WIKITEXT103", "LAMBADA")
 
@@ -51,3 +53,34 @@ def task_flag_defaults(words: Sequence[str]) -> dict[str, Any]:
         "architecture": "bert",
         "skip_train": given.get("--epochs") in (None, "0"),
     }
+
+
+def task_flag_problems(args: Namespace, world_size: int) -> Iterator[str]:
+    """Yield what is wrong with the task's own flags, and what its tokenizer lacks. args: of the whole command line."""
+    task = config_from_namespace(TaskConfig, args)
+    if args.context_parallel_size > 1 or args.hybrid_context_parallel:
+        yield "tasks read every text whole on each rank; leave out --context-parallel-size and --hybrid-context-parallel"
+    if not task.valid_data:
+        yield f"--task {task.task} needs --valid-data"
+    if task.task in ZERO_SHOT:
+        return
+    if task.epochs and not task.train_data:
+        yield f"--epochs {task.epochs} of --task {task.task} need --train-data"
+    if not (task.epochs or args.load or args.pretrained_checkpoint):
+        yield f"--task {task.task} without --epochs evaluates a finetuned model: give it by --load"
+    from megatron.training.cli.preflight import preflight  # needs numpy, which --help does not wait for
+
+    tokenizer = preflight(config_from_namespace(RequestedRun, args), world_size).tokenizer
+    lacking = [] if tokenizer is None else missing_encoder_tokens(tokenizer)
+    if lacking:
+        yield needed_tokens_text(lacking)
+
+
+def missing_encoder_tokens(tokenizer: Any) -> list[str]:
+    """Return which of the tokens around an encoder's texts a tokenizer does not have: cls, sep, pad."""
+    return [name for name in ("cls", "sep", "pad") if getattr(tokenizer, name) is None]
+
+
+def needed_tokens_text(lacking: Sequence[str]) -> str:
+    """Say that a task needs these tokens."""
+    return f"this task needs a tokenizer with the tokens {', '.join(lacking)}, as --tokenizer-type BertWordPieceLowerCase has them"

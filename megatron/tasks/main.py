@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 from megatron.core.config.flags import raw_flag_values
-from megatron.tasks.flags import TaskConfig, task_flag_defaults
+from megatron.tasks.flags import TaskConfig, task_flag_defaults, task_flag_problems
 from megatron.training.cli.arguments import parse_args
 from megatron.training.launch.launch_info import read_launch_info
 
@@ -22,7 +22,11 @@ def main() -> None:
         sys.stderr.write("ConfigError: no --task stands on the command line; --help names them\n" * (place.rank == 0))
         sys.exit(2)
     args = parse_args(
-        world_size=place.size, speaks=place.rank == 0, extra=(TaskConfig,), defaults=task_flag_defaults(sys.argv)
+        world_size=place.size,
+        speaks=place.rank == 0,
+        extra=(TaskConfig,),
+        defaults=task_flag_defaults(sys.argv),
+        own_problems=task_flag_problems,
     )
     from megatron.tasks.run import run_task
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron.core.config.flags import ConfigError, config_from_namespace
+from megatron.core.config.flags import config_from_namespace
 from megatron.tasks.finetune import finetune
 from megatron.tasks.flags import ZERO_SHOT, TaskConfig
 from megatron.tasks.zeroshot import run_zero_shot
@@ -15,21 +15,12 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.report.run_record import record_run_start_and_error
 
 
-def task_config_of(args: Namespace) -> TaskConfig:
-    """Return the task's settings from the flags. `ConfigError` if the layout has context parallelism."""
-    if args.context_parallel_size > 1 or args.hybrid_context_parallel:
-        raise ConfigError(
-            "tasks read every text whole on each rank; leave out --context-parallel-size and --hybrid-context-parallel"
-        )
-    return config_from_namespace(TaskConfig, args)
-
-
 def run_task(args: Namespace) -> None:
     """Initialize the run and do the task; an error ends all ranks and is shown once."""
 
     @guarded_entry_point
     def main() -> None:
-        task, run = task_config_of(args), initialize_megatron(args)
+        task, run = config_from_namespace(TaskConfig, args), initialize_megatron(args)
         with record_run_start_and_error(run), HangDetector(run), annotate_errors(run):
             (run_zero_shot if task.task in ZERO_SHOT else finetune)(run, task)
             run.run_log.add("end", reason="complete", iteration=run.progress.iteration)

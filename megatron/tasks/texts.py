@@ -11,6 +11,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.special_tokens import encode_without_special_tokens
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.tasks.flags import missing_encoder_tokens, needed_tokens_text
 from megatron.tasks.glue import GlueSample
 from megatron.tasks.race import CHOICES, MOST_QUESTION_TOKENS, RaceQuestion
 
@@ -25,12 +26,8 @@ class TextPairTokenizer:
     length: int
 
     def __post_init__(self) -> None:
-        missing = [name for name in ("cls", "sep", "pad") if getattr(self.tokenizer, name) is None]
-        if missing:
-            raise ConfigError(
-                f"this task needs a tokenizer with the tokens {', '.join(missing)}, as --tokenizer-type "
-                "BertWordPieceLowerCase has them"
-            )
+        if lacking := missing_encoder_tokens(self.tokenizer):
+            raise ConfigError(needed_tokens_text(lacking))
 
     def encode_texts_without_specials(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text without special tokens; `encode_pair` adds [CLS] and [SEP]."""
