@@ -35,7 +35,9 @@ PARALLEL=(
     --expert-model-parallel-size 16
     --moe-token-dispatcher-type alltoall
     --moe-grouped-gemm
-    --recompute-activations
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
 )
 TRAINING=(
     --micro-batch-size 1

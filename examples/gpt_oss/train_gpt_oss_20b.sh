@@ -34,7 +34,9 @@ PARALLEL=(
     --expert-model-parallel-size 8
     --moe-token-dispatcher-type alltoall
     --moe-grouped-gemm
-    --recompute-activations
+    --recompute-granularity full
+    --recompute-method uniform
+    --recompute-num-layers 1
 )
 TRAINING=(
     --micro-batch-size 1

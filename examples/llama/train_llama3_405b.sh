@@ -27,7 +27,8 @@ PARALLEL=(
     --pipeline-model-parallel-size 16
     --account-for-embedding-in-pipeline-split
     --account-for-loss-in-pipeline-split
-    --recompute-activations
+    --recompute-granularity selective
+    --recompute-modules core_attn layernorm mlp
 )
 TRAINING=(
     --micro-batch-size 1

@@ -25,6 +25,8 @@ MODEL=(
 PARALLEL=(
     --pipeline-model-parallel-size 4
     --num-virtual-stages-per-pipeline-rank 8
+    --recompute-granularity selective
+    --recompute-modules core_attn layernorm moe_act
     --expert-model-parallel-size 8
     --moe-token-dispatcher-type alltoall
     --moe-grouped-gemm

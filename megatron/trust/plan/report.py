@@ -383,11 +383,11 @@ def _advice_lines(planned: RunEstimate) -> list[str]:
         lines.append(
             f"  {one.words} saves {bytes_text(one.saved)}: {bytes_text(one.peak)}, {slower}{', FITS' if one.fits else ''}"
         )
-    return (
-        lines
-        if any(one.fits for one in planned.advice)
-        else [*lines, "  none of them is enough; --search looks at all layouts"]
-    )
+    enough = any(one.fits for one in planned.advice)
+    return [
+        *lines,
+        "  --search looks at all layouts" if enough else "  none of them is enough; --search looks at all layouts",
+    ]
 
 
 def _format_table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

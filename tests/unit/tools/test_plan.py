@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -16,11 +18,16 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.config.settings.run import RunConfig
+from megatron.tools.plan import make_layer_estimator
+from megatron.training.cli.preflight import resolve_and_examine
+from megatron.trust.flags.command import parse_training_command
 from megatron.trust.plan import measure
+from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
 from megatron.trust.plan.hardware import PROFILES, NetworkLink, hardware_from_json, hardware_of
 from megatron.trust.simulate.trace import DryRunResult
 from tests.helpers.architecture import ROOT
 from tests.helpers.world import World
+from tests.unit.tools_and_examples.test_launchers import bash
 
 RUN = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 "
@@ -28,6 +35,15 @@ RUN = (
 )
 PP2 = "--pipeline-model-parallel-size 2"
 OWN = "--true-vocab-size 1000"
+VOCABULARIES = {
+    "llama": 128256,
+    "gpt_oss": 201088,
+    "deepseek": 129280,
+    "gpt3": 50257,
+    "bert": 30522,
+    "t5": 28996,
+    "mixtral": 32000,
+}
 LAUNCHERS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "examples").glob("*/*.sh")
@@ -128,11 +144,13 @@ def test_a_search_gives_every_layout_a_place_or_a_reason(
     words = (
         f"{OWN} --search --world-size 2 {RUN} --tensor-model-parallel-size 3"  # what is given need not keep the rules
     )
-    found = json.loads(report(tool, capsys, f"{words} --plans 0 --json", 0)[0])
+    found = json.loads(report(tool, capsys, f"{words} --global-batch-size 2 --plans 1 --json", 0)[0])
     assert found["complete"] and len(found["fits"]) + len(found["rejected"]) == found["tried"]
     assert all(one["rules"] and one["says"] for one in found["rejected"])
-    out, _ = report(tool, capsys, f"{words} --plans 1", 0)
-    first = re.search(r"^1 +(.*?)  +[\d.]+ [KMG]iB.*dry run$", out, re.MULTILINE)
+    assert [one["source"] for one in found["fits"][:2]] == ["dry run", "layers"]
+    small = f"{OWN} --search --world-size 1 {RUN} --global-batch-size 1 --plans 0"
+    out, _ = report(tool, capsys, small, 0)
+    first = re.search(r"^1 +(.*?)  +[\d.]+ [KMG]iB.*layers$", out, re.MULTILINE)
     assert first and "layouts fit; the fastest: " + first[1] in out and "were rejected:" in out
     out, _ = report(tool, capsys, f"{words} --plans 0 --hardware {small_machine(tmp_path, 1000)}", 1)
     assert out.startswith("none of ") and "memory" in out
@@ -205,19 +223,44 @@ def test_a_link_that_was_measured_in_noise_is_no_faster_than_its_large_sum(
     )
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param(launcher, marks=() if "llama3_70b" in launcher else pytest.mark.nightly) for launcher in LAUNCHERS],
+)
+def test_a_launcher_fits_gpus_of_80_gb_by_its_layers(launcher: str, tmp_path: Path) -> None:
+    environment = {"GPUS_PER_NODE": "8"} | ({"NUM_NODES": "128"} if "gpt3" in launcher else {})
+    printed = bash([str(ROOT / launcher), *paths_of(launcher)], tmp_path, LAUNCH="echo torchrun", **environment).stdout
+    command = parse_training_command(shlex.split(printed))
+    assert command.setting is not None and not command.unread
+    setting = command.setting.with_elastic_layout()
+    config, problems = resolve_and_examine(setting.config, setting.world_size)
+    assert not problems
+    config = with_padded_vocabulary(config, VOCABULARIES.get(launcher.split("/")[1], 151936))
+    machine, ranks = PROFILES["h100-80"], setting.world_size
+    estimate = make_layer_estimator(machine, setting.passes, until=math.inf)(config, ranks)
+    assert estimate is not None
+    needs = estimate.needs + sum(command.beside(config, ranks).values())
+    assert needs <= machine.usable_bytes(), f"{needs / 2**30:.2f} of {machine.usable_bytes() / 2**30:.2f} GiB"
+
+
+def paths_of(launcher: str) -> list[str]:
+    """Words for the paths that a launcher asks for, of which nothing is opened."""
+    usage = re.search(rf"^# +bash {launcher} (.*) \[more", (ROOT / launcher).read_text(encoding="utf-8"), re.MULTILINE)
+    return usage.group(1).replace("[", "").replace("]", "").lower().split()
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_full_size_launcher_can_be_planned(launcher: str, tmp_path: Path) -> None:
-    usage = re.search(rf"^# +bash {launcher} (.*) \[more", (ROOT / launcher).read_text(encoding="utf-8"), re.MULTILINE)
-    places = usage.group(1).replace("[", "").replace("]", "").lower().split()  # nothing of what they name is opened
+    vocabulary = VOCABULARIES.get(launcher.split("/")[1], 151936)
     environment = {
         **os.environ,
-        "LAUNCH": f"{sys.executable} {ROOT}/tools/plan.py --gpu h200 --json --seconds 1 --",
+        "LAUNCH": f"{sys.executable} {ROOT}/tools/plan.py --gpu h100-80 --true-vocab-size {vocabulary} --json --seconds 1 --",
         "GPUS_PER_NODE": "8",
         "OMP_NUM_THREADS": "1",
     } | ({"NUM_NODES": "128"} if "gpt3" in launcher else {})
     done = subprocess.run(
-        ["bash", str(ROOT / launcher), *places],
+        ["bash", str(ROOT / launcher), *paths_of(launcher)],
         cwd=tmp_path,
         env=environment,
         text=True,
