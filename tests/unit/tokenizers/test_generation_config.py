@@ -11,8 +11,11 @@ import torch
 import transformers
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers import generation_config
+from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.generation_config import GenerationDefaults, read_generation_defaults
+from megatron.evaluation.likelihood import EvaluationBatchLimits, GenerationPrompt, generate_without_kv_cache
 from megatron.inference.engine import Engine
 from megatron.inference.requests import GenerationRequest
 from megatron.inference.sampling import SamplingParams, apply_repetition_penalty, sampling_probabilities
@@ -89,6 +92,13 @@ def test_each_of_several_end_ids_ends_a_text_as_in_transformers(
     assert theirs == [*reply.ids, free[5]] == free[:6] and reply.reason == "stop"
     (reply,) = Engine(loaded.stages, loaded.tokenizer).run([GenerationRequest(PROMPT, 12, GREEDY, ignore_eod=True)])
     assert list(reply.ids) == free
+    # without a cache, as the evaluation harness decodes
+    prompt = GenerationPrompt(PROMPT, 12, lambda new: False)
+    assert generate_without_kv_cache(loaded, [prompt], size=EvaluationBatchLimits(1)) == [theirs]
+    # and with the ids of the tokenizer's folder, as a run that began with it decodes
+    run = build_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+    (reply,) = Engine(loaded.stages, run).run([GenerationRequest(PROMPT, 12, GREEDY)])
+    assert [*reply.ids, free[5]] == theirs
 
 
 FILES: dict[str, dict[str, Any]] = {
