@@ -151,7 +151,7 @@ def load_engine(given: argparse.Namespace) -> Engine | EncoderDecoderEngine:
     engine = Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
     if loaded.config.model.has_vision:
         engine.image_prompts = ImagePromptWriter.from_model(
-            loaded.config.model, loaded.tokenizer, loaded.source.settings
+            loaded.config.model, loaded.tokenizer, loaded.data_settings
         )
     return engine
 

@@ -340,7 +340,7 @@ def enable_image_prompts(engine: Engine, loaded: InferenceModel, given: argparse
     if given.chat_format == "tokenizer":
         given.chat_format = config_from_flat_dict(SFTDataConfig, loaded.source.settings).sft_tokenizer_prompt_format
     prompts = ImagePromptWriter.from_model(
-        loaded.config.model, loaded.tokenizer, loaded.source.settings, given.chat_format
+        loaded.config.model, loaded.tokenizer, loaded.data_settings, given.chat_format
     )
     options = replace(prompts.options, max_pixels=min(prompts.options.max_pixels, given.max_image_pixels))
     engine.image_prompts = replace(prompts, options=options)

@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.load import load_into_sharded_state
 from megatron.core.dist_checkpointing.sharded_state import Tree, add_sharded_tensor, sharded_parameter
 from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families.hf import hf_model_settings, is_hf_checkpoint
+from megatron.core.families.image_processor import image_settings_of_folder
 from megatron.core.families.registry import model_config_from_settings
 from megatron.core.kernels.startup_check import select_kernels_with_trials
 from megatron.core.kernels.table import KernelRequirements
@@ -82,6 +83,16 @@ class InferenceModel(Generic[AnyStage]):
     stages: tuple[AnyStage, ...]
     tokenizer: Tokenizer
     source: CheckpointSource
+
+    @property
+    def data_settings(self) -> Mapping[str, Any]:
+        """Settings of the run that made the network; of a Hugging Face folder with images, what its processor does.
+
+        Raises `CheckpointError` for a processor that does what is not done here.
+        """
+        vision, where = self.config.model.vision, self.source.where
+        published = self.config.model.has_vision and is_hf_checkpoint(where)
+        return {**self.source.settings, **(image_settings_of_folder(where, vision) if published else {})}
 
 
 def load_network(

@@ -16,6 +16,7 @@ from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.datasets.indexed import DataError
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_tokenizer
 from megatron.inference.engine import Engine
@@ -23,6 +24,7 @@ from megatron.inference.eval_generate import generate_continuation_texts, read_i
 from megatron.inference.image_prompts import ImagePromptWriter
 from megatron.inference.requests import GenerationRequest
 from megatron.inference.step_input import PromptImages
+from megatron.training.checkpoint.inference_model import GPT, load_network
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 from tests.unit.datasets.test_images import content, picture
@@ -191,3 +193,18 @@ def test_answers_during_training_are_counted(tmp_path: Path) -> None:
     path.write_text(json.dumps(row))
     with pytest.raises(ConfigError, match="more than the 3 positions"):
         read_image_questions(str(path), written, None, **{**limits, "positions": 7})
+
+
+def test_a_folder_prepares_images_as_its_processor_says(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    saved(llava_clip, tmp_path)
+    side = {"height": 28, "width": 28}
+    transformers.LlavaImageProcessorPil(size={"shortest_edge": 28}, crop_size=side, do_pad=True).save_pretrained(
+        tmp_path
+    )
+    rows = hf.open_hf_folder(tmp_path).settings["true_vocab_size"]
+    loaded = load_network(str(tmp_path), GPT, tokenizer={"tokenizer_type": "NullTokenizer", "vocab_size": rows})
+    assert loaded.data_settings["image_aspect_ratio"] == "pad"
+    transformers.BitImageProcessorPil(size={"shortest_edge": 56}, crop_size=side).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="says how images are prepared"):
+        _ = loaded.data_settings
