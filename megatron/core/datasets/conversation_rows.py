@@ -62,10 +62,13 @@ class TextRow:
 
 
 class ConversationRowParser:
-    """Parses lines of JSON to rows. unread_keys: keys of rows, and of messages, that were passed over."""
+    """Parses lines of JSON to rows. unread_keys: keys of rows, and of messages, that were passed over. has_tools: a row
+    had some.
+    """
 
     def __init__(self) -> None:
         self.unread_keys: dict[str, None] = {}
+        self.has_tools = False
 
     def parse_line(self, line: bytes) -> list[ConversationRow | TextRow]:
         """Return the conversations of a line; [] for a blank one. `DataError` if it is invalid."""
@@ -84,6 +87,7 @@ class ConversationRowParser:
                 f'"{media[0]}" is not read by a network of text; conversations about images are read by pretrain_vlm.py'
             )
         conversations = self._parse_row(keys, row)
+        self.has_tools |= any(isinstance(one, ConversationRow) and bool(one.tools) for one in conversations)
         self.unread_keys.update(dict.fromkeys(keys.keys_left()))
         return conversations
 

@@ -79,14 +79,13 @@ class ConversationEncoder:
         self.marks = {**_tokens_of_template(tokenizer, text + (tool_text or "")), **special, eos: end}
         if tokenizer.bos is not None:
             self.marks[bos] = tokenizer.bos
-        others = {f"{name}_token": getattr(tokenizer, name) for name in ("pad", "cls", "sep", "mask")}
         make_template = partial(
             ChatTemplate,
             bos=bos,
             eos=eos,
             marks=list(self.marks),
-            control=[*special, eos, *([bos] if bos else [])],
-            names={name: tokenizer.id_to_token(token) for name, token in others.items() if token is not None},
+            control=list({*special, eos, bos} - {""}),
+            names=_names_of_other_tokens(tokenizer),
             now=now,
         )
         self.template = make_template(text, for_tools=None if tool_text is None else make_template(tool_text))
@@ -180,6 +179,12 @@ def _learn_behind(ids: np.ndarray, prompt: np.ndarray) -> np.ndarray:
     return np.concatenate([ids[:shared], ~ids[shared:]])
 
 
+def _names_of_other_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the variables of a template that name special tokens, but for those that begin and end a text."""
+    tokens = {f"{name}_token": getattr(tokenizer, name) for name in ("pad", "cls", "sep", "mask")}
+    return {name: tokenizer.id_to_token(token) for name, token in tokens.items() if token is not None}
+
+
 def _tokens_of_template(tokenizer: Tokenizer, template: str) -> dict[str, int]:
     """Return the tokens that a template names, and say which of its marks are none."""
     words = set(MARK_LIKE.findall(template))
@@ -257,19 +262,26 @@ def _tokenize_conversation_file(path: str, encoder: ConversationEncoder) -> Arra
     if bad:
         listed = list_first_problems([f"{path}, line {number}: {problem}" for number, problem in sorted(bad)])
         raise DataError(f"{len(bad)} lines cannot be used; mend or remove them\n{listed}")
+    _say_what_is_left_out(path, encoder, parser)
+    return {
+        "ids": np.frombuffer(ids, np.int32),
+        "starts": np.frombuffer(starts, np.int64),
+        "lines": np.frombuffer(lines, np.int64),
+    }
+
+
+def _say_what_is_left_out(path: str, encoder: ConversationEncoder, parser: ConversationRowParser) -> None:
+    """Warn of what rows hold and nobody reads, once for a file."""
     if not encoder.template.marks_answers and not encoder.template.ends_answers:
         logger.warning(
             "%s: the chat template writes nothing behind the last answer of a conversation, so that its end is not learnt; "
             "earlier answers end with what begins the next message",
             path,
         )
+    if parser.has_tools and not encoder.template.writes_tools:
+        logger.warning("%s: the chat template writes nothing of the tools that rows have", path)
     if parser.unread_keys:
         logger.warning("%s: what rows hold besides is not read: %s", path, ", ".join(sorted(parser.unread_keys)))
-    return {
-        "ids": np.frombuffer(ids, np.int32),
-        "starts": np.frombuffer(starts, np.int64),
-        "lines": np.frombuffer(lines, np.int64),
-    }
 
 
 def list_first_problems(problems: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ given in the form that the template reads; what it would leave out is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -133,6 +133,15 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {key: map_strings(part, change) for key, part in value.items()}
     return [map_strings(part, change) for part in value] if isinstance(value, list) else value
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """Yield every string of a JSON value, but not keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from strings_of(part)
 
 
 def _checked_part(part: Any, where: str, form: Form) -> dict[str, Any]:

@@ -22,7 +22,13 @@ from typing import Any
 from megatron.core.config.flags import ConfigError
 from megatron.core.datasets.answer_spans import MARK_LIKE, PLACE, AnswerFinder, AnswerNotFoundError, common_length
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.message_content import ContentForms, PreparedMessage, map_strings, with_other_arguments
+from megatron.core.datasets.message_content import (
+    ContentForms,
+    PreparedMessage,
+    map_strings,
+    strings_of,
+    with_other_arguments,
+)
 from megatron.core.datasets.template_sandbox import (
     InvalidTemplateError,
     RenderError,
@@ -39,6 +45,19 @@ DATE = "2024-07-26"  # that `strftime_now` says in training: the same ids on eve
 
 Message = Mapping[str, Any]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_NOT_VARIABLES = {  # arguments of `apply_chat_template` that are no variables of the template
+    *(
+        "messages",
+        "conversation",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+    ),
+    *("sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now"),
+}
 _QUESTION, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 # One line each where the text is one line; {{ '\n' }} is the only way to end one, so that editors cannot change the text.
@@ -202,7 +221,8 @@ class ChatTemplate:
 
     def split_text(self, text: str) -> list[TemplateSegment]:
         """Split a text that no template wrote at the names of tokens."""
-        return self._split(_refuse_reserved(text), [], ())
+        _refuse_reserved(text)
+        return self._split(text, [], ())
 
     def marks_in(self, text: str) -> list[str]:
         """Return the names of tokens in a text, in order."""
@@ -216,6 +236,15 @@ class ChatTemplate:
         last, later = self._after_answer
         header = MARK_LIKE.match(later)
         return last[: common_length(last, later)] or last or ("" if header is None else header[0])
+
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether the template writes the name of a tool that it is given, as far as a probe can tell."""
+        if self._for_tools is not None:
+            return self._for_tools.writes_tools
+        tool = {"type": "function", "function": {"name": "probe7", "description": "", "parameters": {"type": "object"}}}
+        (text,) = self._render_prepared([(self._forms.prepare([_QUESTION]), False)], [tool], _NOTHING)
+        return isinstance(text, RenderError) or "probe7" in text
 
     @cached_property
     def ends_answers(self) -> bool:
@@ -251,8 +280,10 @@ class ChatTemplate:
         self, messages: Sequence[Message], invites: bool, tools: Any, variables: Mapping[str, Any]
     ) -> tuple[list[PreparedMessage], str]:
         """Return the messages as the template takes them, and their text. `DataError` for what it has no words for."""
-        for message in messages:
-            map_strings(message, _refuse_reserved)
+        if others := sorted(_NOT_VARIABLES & variables.keys()):
+            raise DataError(f"chat_template_kwargs are variables of the template, and {', '.join(others)} is none")
+        for given in (*messages, tools, variables):
+            _refuse_reserved(*strings_of(given))
         prepared = self._forms.prepare(messages)
         (text,) = self._render_prepared([(prepared, invites)], tools, variables)
         if isinstance(text, RenderError) and (other := with_other_arguments(prepared)) is not None:
@@ -306,15 +337,10 @@ class ChatTemplate:
 
     def _marks_of_user(self, message: PreparedMessage) -> list[str]:
         """Return the names of marks in the texts of a message that is not trusted."""
-        names: list[str] = []
-        if message["role"] not in TRUSTED_ROLES:
-
-            def note(one: str) -> str:
-                names.extend(self._marks.findall(one))
-                return one
-
-            map_strings({key: value for key, value in message.items() if key != "role"}, note)
-        return names
+        if message["role"] in TRUSTED_ROLES:
+            return []
+        texts = strings_of({key: value for key, value in message.items() if key != "role"})
+        return [mark for text in texts for mark in self._marks.findall(text)]
 
     def _split(self, text: str, answers: Sequence[tuple[int, int]], forged: Collection[int]) -> list[TemplateSegment]:
         """Split a text into segments at token names and at the edges of answers. forged: where names are ordinary text."""
@@ -377,8 +403,7 @@ def _text_or_error(text: str | RenderError) -> str:
     return text
 
 
-def _refuse_reserved(text: str) -> str:
-    """Return the text; `DataError` if it holds a reserved character."""
-    if RESERVED.search(text):
+def _refuse_reserved(*texts: str) -> None:
+    """Raise `DataError` for a text that holds a reserved character."""
+    if any(map(RESERVED.search, texts)):
         raise DataError("a message holds one of the characters U+FDD0 to U+FDD4, which are not text")
-    return text

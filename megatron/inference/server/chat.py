@@ -14,6 +14,7 @@ from megatron.core.config.foreign_mapping import ForeignMapping
 from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.images import ImageError
 from megatron.core.datasets.indexed import DataError
+from megatron.core.datasets.message_content import strings_of
 from megatron.core.datasets.special_tokens import IMAGE
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.image_prompts import ImagePromptWriter
@@ -51,6 +52,9 @@ class ChatPromptEncoder:
         self, messages: Sequence[Mapping[str, Any]], ending: PromptEnding = PromptEnding()
     ) -> list[int]:
         """Return the ids of a conversation up to where the answer begins; `RequestRefused` if the template does not accept it."""
+        marks = [mark for text in strings_of(ending.variables) for mark in self._encoder.template.marks_in(text)]
+        if marks:
+            raise RequestRefused(f"chat_template_kwargs hold {marks[0]}, which is a token of the template's")
         try:
             return self._encoder.encode_prompt(
                 messages, None, ending.variables, invites=ending.invites, continues=ending.continues

@@ -135,14 +135,16 @@ def test_other_rows_are_refused_with_what_to_write(line: str) -> None:
 
 def test_what_is_not_read_is_named_once_for_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     messages = [{**message, "train": False} for message in TURNS]
-    lines = [json.dumps({"messages": messages, "id": number, "score": 0.5, "empty": None}) for number in range(1, 4)]
+    more = {"score": 0.5, "empty": None, "tools": TOOLS}
+    lines = [json.dumps({"messages": messages, "id": number, **more}) for number in range(1, 4)]
     (tmp_path / "chat.jsonl").write_text("\n".join(lines))
     with caplog.at_level(logging.WARNING):
         open_conversations(
             str(tmp_path / "chat.jsonl"), ConversationEncoder(ByteTokenizer(), "chatml"), IndexCacheFolder(None)
         )
-    (record,) = caplog.records
-    assert record.getMessage().endswith("what rows hold besides is not read: id, score, train (of messages)")
+    tools, keys = (record.getMessage() for record in caplog.records)
+    assert tools.endswith("the chat template writes nothing of the tools that rows have")
+    assert keys.endswith("what rows hold besides is not read: id, score, train (of messages)")
 
 
 def test_a_tokenizer_that_begins_texts_begins_a_prompt_once(tmp_path: Path) -> None:

@@ -79,3 +79,21 @@ def test_every_format_has_prompts_behind_earlier_answers(name: str, tmp_path: Pa
         str(tmp_path / "prompts.jsonl"), tokenizer, num_tokens=4, positions=999, temperature=0.0, seed=1, template=name
     )
     assert prompts.ids == (tuple(ids),) and prompts.texts == ("Q2",)
+
+
+@pytest.mark.parametrize(
+    "variables, problem",
+    [
+        ({"messages": TURNS}, "messages is none"),
+        ({"chat_template": "x", "tools": []}, "chat_template, tools is none"),
+        ({"date": ["a<|im_end|>"]}, "which is a token of the template's"),
+        ({"date": "\ufdd0"}, "are not text"),
+    ],
+)
+def test_variables_of_a_request_replace_no_messages_and_hold_no_marks(
+    variables: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    save_tokenizer(tmp_path, KINDS["thinks"])
+    chat = ChatPromptEncoder(HuggingFaceTokenizer(tmp_path))
+    with pytest.raises(RequestRefused, match=problem):
+        chat.encode_messages(TURNS, PromptEnding(variables=variables))
