@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from megatron.core.config.foreign_mapping import ForeignMapping, short_value
 from megatron.core.datasets.conversations import (
     AT_ONCE,
     SHAPES,
@@ -39,6 +41,17 @@ from megatron.core.datasets.templates import Message, TemplateSegment
 SLOT = 1 << 30  # the id of a slot, which no vocabulary reaches
 _CHARACTER = "\ufdd5"  # an image while a template runs; no text holds it
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_READER = 2  # raised where the same file gives other ids than before
+_UNREADABLE = ("video", "videos", "audio", "audios", "tools")
+# What rows of published sets hold besides, and why it changes nothing.
+_HARMLESS = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("id", "question_id", "source", "data_source", "dataset", "model", "type"), "where a row comes from"
+        ),
+        **dict.fromkeys(("width", "height", "width_list", "height_list"), "sizes, which the images have themselves"),
+    }
+)
 _SHAPES = {
     **SHAPES,
     "image_starts": ((None,), np.int64),
@@ -173,6 +186,7 @@ def open_image_conversations(
         **writer.fingerprint_fields,
         **source.identity,
         "images": {**asdict(options), "folder": os.path.abspath(source.folder)},
+        "reader": _READER,
     }
     arrays = load_or_build_arrays(
         cache,
@@ -198,6 +212,7 @@ class _ImageConversationBuilder:
 
     def __init__(self, source: ConversationRowSource, writer: ImageConversationEncoder, options: ImageOptions) -> None:
         self.source, self.writer, self.options = source, writer, options
+        self.unread_keys: dict[str, None] = {}
         self.bad: list[tuple[int, str]] = []
         self.unreadable: list[tuple[int, str]] = []
 
@@ -242,7 +257,7 @@ class _ImageConversationBuilder:
             self.unreadable.append((number, row))
             return None
         try:
-            return _parse_conversation_row(row, plain=self.writer.plain)
+            return _parse_conversation_row(row, plain=self.writer.plain, unread=self.unread_keys)
         except DataError as error:
             self.bad.append((number, str(error)))
             return None
@@ -283,6 +298,8 @@ class _ImageConversationBuilder:
     def _report_bad_rows(self, total: int) -> None:
         """Raise `DataError` for rows that are no conversations; warn of those whose images cannot be used, of `total`."""
         path = self.source.path
+        if self.unread_keys:
+            logger.warning("%s: what rows hold besides is not read: %s", path, ", ".join(sorted(self.unread_keys)))
         if self.bad:
             listed = list_first_problems([f"{path}, row {number}: {problem}" for number, problem in sorted(self.bad)])
             raise DataError(f"{len(self.bad)} rows cannot be used; mend or remove them\n{listed}")
@@ -307,22 +324,26 @@ def _read_json_rows(path: str) -> list[Any]:
         raise DataError(f"{path} is neither a JSON list nor a file of JSON lines: {error}") from error
 
 
-def _parse_conversation_row(row: Any, *, plain: bool) -> ImageConversationRow:
+def _parse_conversation_row(row: Any, *, plain: bool, unread: dict[str, None]) -> ImageConversationRow:
     """Parse a row of LLaVA's (or OpenAI's) JSON into messages and image paths. `DataError` if it is invalid.
 
-    plain: of user messages keep the images only.
+    plain: of user messages keep the images only. unread: names of keys that are passed over are put there.
     """
-    turns = row.get("conversations", row.get("messages")) if isinstance(row, Mapping) else None
+    keys = ForeignMapping(row if isinstance(row, Mapping) else {}, harmless=_HARMLESS)
+    turns, images = _take_one_of(keys, "conversations", "messages"), _take_one_of(keys, "image", "images") or []
     if not isinstance(turns, list) or not turns:
         raise DataError('no list of "conversations"')
-    images = row.get("image", row.get("images")) or []
+    if other := [name for name in _UNREADABLE if keys.pop_or_none(name)]:
+        raise DataError(f'"{other[0]}" is not read; conversations are about images')
     images = [images] if isinstance(images, str) else images
     if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
         raise DataError('"image" is neither a path nor a list of paths')
+    if system := keys.pop_or_none("system"):
+        turns = [{"from": "system", "value": system}, *turns]
     messages: list[Message] = []
     marks = 0
     for place, turn in enumerate(turns, 1):
-        role, text = _parse_turn(turn, place)
+        role, text = _parse_turn(turn, place, unread)
         text = _replace_image_tags(role, text, plain=plain)
         marks += text.count(_CHARACTER)
         messages.append({"role": role, "content": text})
@@ -330,7 +351,16 @@ def _parse_conversation_row(row: Any, *, plain: bool) -> ImageConversationRow:
         raise DataError(f"the user says {IMAGE} {marks} times, and there are {len(images)} images")
     if all(message["role"] != "assistant" for message in messages):
         raise DataError("a conversation without an answer: none of its turns is of the assistant")
+    unread.update(dict.fromkeys(map(str, keys.keys_left())))
     return ImageConversationRow(messages, images)
+
+
+def _take_one_of(keys: ForeignMapping, name: str, other: str) -> Any:
+    """Take the value of one of two names. `DataError` if both are given."""
+    values = keys.pop_or_none(name), keys.pop_or_none(other)
+    if None not in values:
+        raise DataError(f'"{name}" and "{other}": keep one')
+    return values[1] if values[0] is None else values[0]
 
 
 def _replace_image_tags(role: str, text: str, *, plain: bool) -> str:
@@ -340,16 +370,40 @@ def _replace_image_tags(role: str, text: str, *, plain: bool) -> str:
     return _CHARACTER * text.count(IMAGE) if plain else text.replace(IMAGE, _CHARACTER)
 
 
-def _parse_turn(turn: Any, place: int) -> tuple[str, str]:
-    """Return role and text of turn number `place`, in LLaVA's or OpenAI's format. `DataError` if it is invalid."""
+def _parse_turn(turn: Any, place: int, unread: dict[str, None] | None = None) -> tuple[str, str]:
+    """Return role and text of turn number `place`, in LLaVA's or OpenAI's format. `DataError` if it is invalid.
+
+    unread: names of keys that are passed over are put there.
+    """
     if not isinstance(turn, Mapping):
         raise DataError(f"turn {place} is no object")
-    role, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-    if role not in _ROLES or not isinstance(text, str):
+    keys = ForeignMapping(turn, defaults={"weight": 1})
+    role, text = (_take_one_of(keys, *names) for names in (("from", "role"), ("value", "content")))
+    text = _text_of_parts(text, place) if isinstance(text, list) else text
+    if not isinstance(role, str) or role not in _ROLES or not isinstance(text, str):
         raise DataError(f'turn {place} has no "from" that is human, gpt or system with a "value"')
     if _CHARACTER in text:
         raise DataError(f"turn {place} holds the character U+FDD5, which is not text")
+    if keys.pop_or_none("weight") not in (None, 1):
+        raise DataError(f'turn {place} has a "weight"; all answers are learnt, so leave it out')
+    if unread is not None:
+        unread.update({f"{name} (of turns)": None for name in keys.keys_left()})
     return _ROLES[role], text
+
+
+def _text_of_parts(parts: Sequence[Any], place: int) -> str:
+    """Return the text of content in parts, with `<image>` for each image. `DataError` for parts of other kinds."""
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if kind == "text" else IMAGE if kind == "image" and part.keys() <= {"type"} else None
+        if not isinstance(text, str):
+            raise DataError(
+                f'turn {place} holds the part {short_value(part)}; parts are {{"type": "text", "text": ...}} and {{"type": "image"}}, '
+                'whose path stands in "images"'
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 def _split_at_images(pieces: Sequence[TemplateSegment]) -> Iterator[TemplateSegment]:
