@@ -38,13 +38,29 @@ def write_tokens(prefix: Path) -> None:
             writer.end_document()
 
 
+def write_sentences(folder: Path) -> None:
+    """A pair of sentences that count on from a random word, and the vocabulary `vocab.txt` of a WordPiece tokenizer."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(27))]
+    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in words))
+    draws = np.random.RandomState(3)
+    with IndexedDatasetBuilder(folder / "tokens", np.uint16, level="sentence") as writer:
+        for _ in range(60):
+            for _ in range(draws.randint(2, 6)):
+                first, length = draws.randint(0, 27), draws.randint(3, 9)
+                writer.add_sequence([5 + (first + place) % 27 for place in range(length)])
+            writer.end_document()
+
+
 def run_programs(names: Sequence[str], release: str, *, clone: Path, python: Path, folder: Path) -> None:
     """Run cases in folders of their names. Raises `CalledProcessError` if the release cannot be started."""
     root, jobs = sources(clone, release, folder / "sources"), []
     for name in names:
         case = PROGRAMS[name]
         (folder / name).mkdir()
-        write_tokens(folder / name / "tokens")
+        if case.program == "pretrain_t5.py":
+            write_sentences(folder / name)
+        else:
+            write_tokens(folder / name / "tokens")
         arguments = case.command_line(release)
         jobs.append(
             {"folder": str(folder / name), "program": case.program, "arguments": arguments, "ranks": case.ranks}

@@ -21,6 +21,14 @@ RUN = (
     "--eval-interval 100 --transformer-impl local --no-gradient-accumulation-fusion --distributed-backend gloo "
     "--use-cpu-initialization --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-dropout-fusion --no-rope-fusion"
 )
+# With local layers Megatron's T5 lacks its final norms, so that a run cannot be compared; its optimizer's state is.
+T5 = (
+    RUN.replace(
+        "--max-position-embeddings 16 --seq-length 16", "--max-position-embeddings 16 --encoder-seq-length 16"
+    ).replace("--tokenizer-type NullTokenizer", "--tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt")
+    + " --decoder-seq-length 12 --vocab-extra-ids 10 --legacy-tokenizer --encoder-num-layers 2 --decoder-num-layers 2 "
+    "--kv-channels 2 --no-bias-gelu-fusion"
+)
 GQA = (
     "--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear "
     "--position-embedding-type rope --untie-embeddings-and-output-weights"
@@ -78,6 +86,8 @@ class Program:
 
     def command_line(self, release: str) -> list[str]:
         """All arguments. Until 0.17 a NullTokenizer has an id more than --vocab-size."""
+        if self.program == "pretrain_t5.py":
+            return f"{T5} {self.flags}".split()
         ids = 32 if tuple(map(int, release.split(".")[:2])) >= (0, 18) else 31
         return f"{RUN} --vocab-size {ids} --num-layers {self.layers} {self.flags}".split()
 
@@ -125,6 +135,15 @@ PROGRAMS = {
         Program("sgd-torch", f"{GQA} --optimizer sgd {TORCH}"),
         # In the distributed forms Megatron itself fails on saving it.
         Program("pp2-mtp-distributed-torch", f"{TIED} --mtp-num-layers 1 {PP2} {DISTRIBUTED} {TORCH}", 2),
+        *(
+            Program(f"t5{name}", flags, program="pretrain_t5.py")
+            for name, flags in (
+                ("", ""),
+                ("-distributed", DISTRIBUTED),
+                ("-torch", TORCH),
+                ("-distributed-torch", f"{DISTRIBUTED} {TORCH}"),
+            )
+        ),
         Program("deepseek-distributed", f"{DEEPSEEK} {DISTRIBUTED}", 2, releases=("0.14.0", "0.16.1", NEWEST)),
     )
 }

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import pretrain_gpt
 from megatron.core.families.megatron.open import open_megatron_checkpoint, read_megatron_arguments
+from megatron.core.parallel.boxes import whole_box
 from megatron.training.cli.arguments import parse_args_or_raise
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import pretrain
@@ -40,6 +42,7 @@ WRITTEN = [
     )
     for name, case in PROGRAMS.items()
     for release in case.releases
+    if case.program == "pretrain_gpt.py"
 ]
 
 
@@ -92,3 +95,17 @@ def test_the_fixture_holds_every_argument_of_the_parser_and_all_state_is_read(
     assert source.skipped == ""
     assert {name.split(".")[1] for name in source.formats if name.startswith("optimizer.")} >= set(case.moments)
     assert ("run.loss_scale" in source.values) == ("--fp16" in case.flags)
+
+
+@pytest.mark.parametrize("form", ["-distributed", "-torch", "-distributed-torch"])
+def test_every_form_of_a_t5s_optimizer_state_holds_the_same_moments_of_all_its_parameters(
+    form: str, tmp_path: Path
+) -> None:
+    folders = [unpack(f"t5{one}", tmp_path / f"t5{one}", version="pretrain-0.16.1") for one in ("", form)]
+    usual, other = (open_megatron_checkpoint(folder / "checkpoints") for folder in folders)
+    assert (usual.skipped, other.skipped, usual.values["run.optimizer_steps"]) == ("", "", SAVED)
+    parameters = {name.removeprefix("model.") for name in usual.formats if name.startswith("model.")}
+    for slot in ("exp_avg", "exp_avg_sq"):
+        for name in sorted(f"optimizer.{slot}.{one}" for one in parameters):
+            box = whole_box(usual.formats[name].shape)
+            assert torch.equal(usual.read(name, box), other.read(name, box)), name

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.families.megatron.buffers import WAY_OUT, UnreadableStateError, spans_in_buckets
-from megatron.core.families.megatron.names import COPY_OF_POSITIONS
+from megatron.core.families.megatron.names import is_second_name
 from megatron.core.families.megatron.parameter_order import (
     GlobalParameter,
     LocalParameter,
@@ -89,7 +89,7 @@ def unflatten_optimizer_buckets(
         for key, stored in tensors.items()
         if not _OTHERS.search(key)
         and not key.startswith(("optimizer.", "chained_", "rng_state", "rerun_state"))
-        and key != COPY_OF_POSITIONS
+        and not is_second_name(key, tensors)
     ]
     orders = (False, True) if any(".conv1d." in one.key for one in model) else (False,)
     for own_conv in orders:  # which release wrote them, the names do not say, and the weights do

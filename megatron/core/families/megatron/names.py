@@ -14,7 +14,7 @@ and a tensor rank holds [its gate | its up].
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,12 @@ _RENAMED: tuple[tuple[str, str], ...] = (
     (r"^lm_head\.(layernorm|norm)\.", "lm_head.layer_norm."),
     (r"^lm_head\.(output_layer\.)?(weight|bias)$", r"output_layer.\2"),
 )
-COPY_OF_POSITIONS = "position_embeddings.weight"  # second name of a T5's embedding.position_embeddings.weight
+# Second names of parameters of a T5, in whose network two modules stand twice: name -> the first one.
+_SECOND_NAMES = {
+    "position_embeddings.weight": "embedding.position_embeddings.weight",
+    "output_layer.weight": "lm_head.output_layer.weight",
+    "output_layer.bias": "lm_head.output_layer.bias",
+}
 # Copies of what stands elsewhere, and states of kernels; nothing of the model is lost with them.
 _DROPPED = re.compile(
     r"(^|\.)(word_embeddings_for_head\.weight|_extra_state(/.*)?|rotary_pos_emb\.inv_freq|inv_freq)$"
@@ -154,6 +159,16 @@ def map_names_to_ours(names: Sequence[str]) -> dict[str, str]:
             ours = re.sub(pattern, replacement.format(**words) if "{" in replacement else replacement, ours)
         renamed[name] = ours
     return renamed
+
+
+def is_second_name(name: str, names: Collection[str]) -> bool:
+    """Whether a parameter (Megatron's name) stands among these by its first name, too."""
+    return _SECOND_NAMES.get(name) in names
+
+
+def first_name(name: str) -> str:
+    """Return the first name of the positions of a T5, whose optimizer has the second; of others their own."""
+    return _SECOND_NAMES[name] if name.startswith("position_embeddings.") else name
 
 
 def has_vocabulary_rows(name: str) -> bool:

@@ -28,7 +28,7 @@ from megatron.core.families.megatron.buffers import (
     bucket_size_limit,
     candidate_buffer_layouts,
 )
-from megatron.core.families.megatron.names import COPY_OF_POSITIONS
+from megatron.core.families.megatron.names import is_second_name
 from megatron.core.families.megatron.pickles import attributes_of_inert, read_torch_file
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
@@ -72,7 +72,7 @@ def read_rank_optimizer_state(
         ChunkParameter(number, name, tensor)
         for number, chunk in enumerate(chunks)
         for name, tensor in chunk.items()
-        if not _BUFFERS.search(name) and name != COPY_OF_POSITIONS
+        if not _BUFFERS.search(name) and not is_second_name(name, chunk)
     ]
     flat, numbered = path.with_name("distrib_optim.pt"), content.get("optimizer")
     if flat.is_file():

@@ -37,7 +37,7 @@ from megatron.core.families.megatron.buffers import WAY_OUT, UnreadableStateErro
 from megatron.core.families.megatron.experts import split_expert_name
 from megatron.core.families.megatron.flat_state import entries_from_flat_fragments, unflatten_optimizer_buckets
 from megatron.core.families.megatron.hybrid import join_mixer_pieces, merge_layer_pairs
-from megatron.core.families.megatron.names import COPY_OF_POSITIONS, map_names_to_ours
+from megatron.core.families.megatron.names import first_name, map_names_to_ours
 from megatron.core.families.megatron.pickles import InertObject, attributes_of_inert, read_torch_file
 from megatron.core.families.megatron.source import (
     MegatronSource,
@@ -299,8 +299,7 @@ def _entries_by_our_names(tensors: Mapping[str, TorchDistIndexEntry]) -> dict[st
     """Return our name in a saved state -> entry, with stacked layers split."""
     entries: dict[str, TorchDistIndexEntry] = {}
     for prefix, key, stored in _weight_and_moment_entries(tensors):
-        if key == COPY_OF_POSITIONS and prefix != "model.":  # under which T5 has the state of its positions
-            key = f"embedding.{key}"
+        key = key if prefix == "model." else first_name(key)
         match = _STACKED.match(key)
         if match and stored.shape:
             for layer in range(stored.shape[0]):
