@@ -41,7 +41,6 @@ ALWAYS = (
     "squared_relu",
     "swiglu",
     "untie_embeddings_and_output_weights",
-    "apply_layernorm_1p",
     "normalization",
     "num_experts",
     "moe_layer_freq",

@@ -10,10 +10,12 @@ import pytest
 from megatron.core.config.flags import flag_name
 from megatron.core.config.settings.network import network_fields
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.families.megatron import export_arguments
 from megatron.core.families.megatron.export import write_legacy_checkpoint
 from megatron.core.families.megatron.export_arguments import COUNTERPARTS, settings_unknown_to_megatron
 from megatron.core.families.megatron.legacy import open_legacy_checkpoint
 from tests.helpers.every_setting import NETWORKS, changed, fields, resolved
+from tests.peers.parser_defaults import parser_defaults
 from tests.unit.families.megatron_files import V2, Whole
 
 
@@ -107,3 +109,8 @@ def test_a_network_with_soft_caps_is_not_written(tmp_path: Path) -> None:
         write_legacy_checkpoint(capped, tmp_path / "out")
     assert caught.value.problems == ("--attention-logit-softcap 5.0: Megatron builds no such network",)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("release", parser_defaults())
+def test_what_a_checkpoint_is_trusted_to_give_megatron_is_an_argument_of_every_release(release: str) -> None:
+    assert not export_arguments._TAKEN - parser_defaults()[release].keys()

@@ -53,12 +53,13 @@ LATENT: Mapping[str, Collection[Any] | None] = {
     "mscale_all_dim": ANY,
 }
 _PATTERNS = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq", "linear_attention_freq")
-# What Megatron's `--use-checkpoint-args` takes from a checkpoint, in every release since 0.8.
+# What Megatron's `--use-checkpoint-args` takes from a checkpoint, in every release since 0.8. (apply_layernorm_1p it still
+# takes since 0.16, and no longer reads: the argument is layernorm_zero_centered_gamma there.)
 _TAKEN = frozenset(
     """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels max_position_embeddings
     position_embedding_type rotary_base rotary_percent rotary_interleaved add_bias_linear add_qkv_bias squared_relu
-    swiglu untie_embeddings_and_output_weights apply_layernorm_1p normalization num_experts moe_layer_freq
+    swiglu untie_embeddings_and_output_weights normalization num_experts moe_layer_freq
     moe_router_topk moe_router_pre_softmax moe_shared_expert_intermediate_size
     """.split()
 )
