@@ -1,13 +1,15 @@
-"""The pages are true: every bash block of README.md and docs/*.md runs as it stands, from the root of a checkout.
+"""The pages are true: every bash block of README.md, CONTRIBUTING.md, docs/ and examples/ runs as it stands, from the root of a checkout.
 
 The blocks of a page run in their order, in a folder that looks like the checkout but keeps what they write to itself.
-A block is left out when the line before it says why: `<!-- not run: needs several machines -->`.
+A block is left out when the line before it says why: `<!-- not run: needs several machines -->`. What it starts exists all the same, and
+has the flags that it is given.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,11 +17,16 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.config.flags import flag_fields, flag_spellings
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import one_f_one_b, zero_bubble_h1, zero_bubble_v
 from megatron.core.pipeline_parallel.timeline import draw_text_timeline, simulate_pipeline_plan
+from megatron.trust.flags.command import ENTRIES, parse_training_command
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+)
 LONGEST = 900  # seconds after which a block hangs, on the busiest machine
 SAYS_THE_SAME = ("planning.md",)  # pages whose outputs depend on nothing but the code
 OWN = (".git", ".venv", ".pytest_cache", "runs")  # what the folder of a test does not share with the checkout
@@ -61,6 +68,38 @@ def commands(page: Path) -> list[Block]:
     return [
         block for block in blocks(page.read_text(encoding="utf-8")) if block.language == "bash" and not block.left_out
     ]
+
+
+def words_of_commands(text: str) -> list[list[str]]:
+    """The commands of a shell text, each as its words."""
+    found: list[list[str]] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        words = list(lexer)
+        while words:
+            end = next((place for place, word in enumerate(words) if set(word) <= set(";&|()")), len(words))
+            found += [words[:end]] if end else []
+            words = words[end + 1 :]
+    return found
+
+
+def what_is_wrong_with(words: list[str]) -> list[str]:
+    """What a command names that there is not: files of this repository, and flags of scripts that train and of tools."""
+    words = [word for word in words if "$" not in word and word not in ("...", "--use-checkpoint-args", "--help")]
+    if any(Path(word).name in ENTRIES for word in words):
+        at = words.index("--yaml-cfg") if "--yaml-cfg" in words else len(words)
+        unread = parse_training_command([*words[:at], *words[at + 2 :]]).unread
+        return [one.says for one in unread if one.rule == "command-line"]
+    scripts = re.findall(r"\b(?:tools|examples|tests|benchmarks|tasks)/[\w/]+\.(?:py|sh)", " ".join(words))
+    wrong = [f"{script} is no file" for script in scripts if not (ROOT / script).is_file()]
+    tool = next((word for word in words if re.match(r"tools/.*\.py$", word)), None)
+    if tool is not None and not wrong and "--" not in words:
+        text = "".join((ROOT / "megatron" / file).read_text(encoding="utf-8") for file in (tool, "tools/parser.py"))
+        flags = {word.partition("=")[0] for word in words[words.index(tool) :] if word.startswith("--")}
+        known = {word for field, kind in flag_fields(RunConfig) for word in flag_spellings(field, kind)}
+        wrong += [f"{tool} has no {flag}" for flag in sorted(flags - known) if f'"{flag}"' not in text]
+    return wrong
 
 
 def shown_after(block: Block, page: Path) -> list[str]:
@@ -105,6 +144,30 @@ def test_the_commands_of_a_page_run_as_they_stand(page: Path, checkout: Path) ->
             assert not missing, f"{page.name} line {block.line} no longer says: {missing}\n---\n{done.stdout[-3000:]}"
 
 
+def test_commands_that_are_not_run_name_what_there_is() -> None:
+    wrong = [
+        f"{page.relative_to(ROOT)} line {block.line}: {problem}"
+        for page in PAGES
+        for block in blocks(page.read_text(encoding="utf-8"))
+        if block.language == "bash" and block.left_out
+        for words in words_of_commands(block.text)
+        for problem in what_is_wrong_with(words)
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert what_is_wrong_with(["python", "tools/plan.py", "--serch"]) == ["tools/plan.py has no --serch"]
+    assert "did you mean --lr" in what_is_wrong_with(["torchrun", "finetune.py", "--lrr", "1"])[0]
+
+
+def test_a_command_block_says_its_language() -> None:
+    starts = re.compile(r"^(\$ )?(python|torchrun|bash|megatron-\w+|LAUNCH=\S+) ", re.MULTILINE)
+    assert not [
+        f"{page.relative_to(ROOT)} line {block.line}"
+        for page in PAGES
+        for block in blocks(page.read_text(encoding="utf-8"))
+        if block.language in ("", "sh", "shell", "console") and starts.search(block.text)
+    ]
+
+
 def test_commands_write_below_runs_only() -> None:
     for page in RUN:
         for block in commands(page):
@@ -131,7 +194,7 @@ def test_the_schedules_on_the_page_are_those_that_run() -> None:
 
 
 def test_links_lead_to_files() -> None:
-    for page in [*PAGES, *(ROOT / "docs" / "developer").glob("*.md"), *ROOT.glob("*.md")]:
+    for page in {*PAGES, *ROOT.glob("*.md")}:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
