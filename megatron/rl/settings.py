@@ -321,11 +321,7 @@ def _rollout_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
     length = run.train.seq_length
     if rl.rl_max_new_tokens is not None and length and not 0 < rl.rl_max_new_tokens < length:
         yield f"--rl-max-new-tokens {rl.rl_max_new_tokens} must lie between 1 and --seq-length {length} - 1"
-    counts = {"rl_max_inflight_requests": 1, "rl_eval_answers": 1, "rl_prompts_per_eval": 0, "rl_samples_per_round": 0}
-    counts |= {"rl_rollout_bank_max_bytes": 0}
-    for name, least in counts.items():
-        if (given := getattr(rl, name)) is not None and given < least:
-            yield f"{flag_name(name)} {given} is too small; give {least} or more"
+    yield from _count_problems(rl)
     if rl.rl_offload_inference_model_weights_when_idle and not rl.needs_network_copy(run):
         yield (
             "--rl-offload-inference-model-weights-when-idle needs a network of its own for generation, and the one in training generates; "
@@ -333,6 +329,15 @@ def _rollout_problems(rl: RLConfig, run: RunConfig) -> Iterator[str]:
         )
     if rl.rl_offload_optimizer_during_inference and run.optimizer.optimizer_cpu_offload:
         yield "--rl-offload-optimizer-during-inference and --optimizer-cpu-offload both keep the optimizer's state in CPU memory; leave one out"
+
+
+def _count_problems(rl: RLConfig) -> Iterator[str]:
+    """Yield a line for each count that is too small."""
+    counts = {"rl_max_inflight_requests": 1, "rl_eval_answers": 1, "rl_prompts_per_eval": 0, "rl_samples_per_round": 0}
+    counts |= {"rl_rollout_bank_max_bytes": 0}
+    for name, least in counts.items():
+        if (given := getattr(rl, name)) is not None and given < least:
+            yield f"{flag_name(name)} {given} is too small; give {least} or more"
 
 
 def _incompatible_run_settings(rl: RLConfig, run: RunConfig) -> Iterator[str]:
