@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from megatron.training.checkpoint import run_state
+from megatron.training.checkpoint.adapters import trained_weights_only
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from tests.helpers import tiny
-from tests.helpers.training import Held, Outcome, held_weights, outcome, train_on, weights_of
+from tests.helpers.training import Held, Outcome, held_weights, outcome, train_on
 
 BEFORE, AFTER = 2, 2  # steps before the save, and after it
 
@@ -27,7 +29,8 @@ def resume_and_train(changes: dict[str, Any], folder: str, steps: int) -> tuple[
     """Load a checkpoint and train on."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes, load=folder)))
-    for placed in weights_of(trainer).values():  # whatever is not loaded would show
+    kept = trained_weights_only(run_state.weights_of(trainer), trainer.run.config.model.adapter)
+    for placed in kept.values():  # whatever is not loaded would show; the base of adapters is given anew
         for _, value in placed.pieces:
             value.fill_(float("nan"))
     assert Checkpointer(trainer).resume()

@@ -68,6 +68,12 @@ VISION = (
     pytest.param("vlm-odd", "tp2 sp dp2 zero", "", marks=pytest.mark.nightly),
 )
 
+ADAPTERS = (
+    pytest.param("dora", "dp2 fsdp", "tp2 sp", marks=pytest.mark.nightly),
+    pytest.param("lora-mla", "tp2 sp", "dp2 fsdp", marks=pytest.mark.nightly),
+    pytest.param("lora-moe", "ep2 dp2 zero overlap-gather bucket200", "ep2 dp2 fsdp", marks=pytest.mark.nightly),
+)
+
 
 @cache
 def never_stopped(model: str) -> Outcome:
@@ -75,7 +81,9 @@ def never_stopped(model: str) -> Outcome:
     return never_stopped_run({**MODELS[model], "fp64": True})
 
 
-@pytest.mark.parametrize("model, writer, reader", (*ENCODERS, *LATENT, *EXPERTS, *ROUNDED, *RULES, *STATES, *VISION))
+@pytest.mark.parametrize(
+    "model, writer, reader", (*ENCODERS, *LATENT, *EXPERTS, *ROUNDED, *RULES, *STATES, *VISION, *ADAPTERS)
+)
 def test_a_run_resumed_under_another_layout_goes_on_as_if_it_had_not_stopped(
     world: Worlds, tmp_path: Path, model: str, writer: str, reader: str
 ) -> None:

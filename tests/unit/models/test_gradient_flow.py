@@ -51,17 +51,7 @@ def product_in_place(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> i
     return int(2 * left[0] * left[1] * right[1])
 
 
-BY_DEFAULT = (
-    "lora",
-    "lora-last",
-    "frozen",
-    "experts by parts",
-    "lora-t5",
-    "mtp2-apart",
-    "vlm-frozen-lm",
-    "latents",
-    "router alone",
-)
+BY_DEFAULT = ("lora", "frozen", "experts by parts", "lora-t5", "vlm-frozen-lm", "latents")
 
 
 @pytest.mark.parametrize(
