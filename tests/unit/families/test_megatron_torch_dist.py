@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,33 @@ def test_moments_by_parameter_are_read(tmp_path: Path) -> None:
     for slot in ("exp_avg", "exp_avg_sq", "master"):
         equal(contents(source, f"optimizer.{slot}."), other.ours())
     assert source.values["run.optimizer_steps"] == 5 and not source.skipped
+
+
+def test_the_momentum_of_matrices_and_the_moments_of_the_rest_are_read_from_a_chain_of_optimizers(
+    tmp_path: Path,
+) -> None:
+    model = Whole(groups=2)
+    pieces = pieces_of(model, stacked=False)
+    matrices = {name for name in pieces if re.search(r"linear_(qkv|proj|fc1|fc2)\.weight$", name)}
+    state = dict[str, list[tuple[tuple[int, ...], Tensor]]]()
+    for name, boxes in pieces.items():
+        chain, slots = (0, ("momentum_buffer",)) if name in matrices else (1, ("exp_avg", "exp_avg_sq"))
+        state |= {f"chained_{chain}.optimizer.state.{slot}.{name}": boxes for slot in slots}
+    groups = {"optimizer": {0: {"param_groups": [{}]}, 1: {"optimizer": {"param_groups": [{"step": 5}]}}}}
+    source = open_torch_dist_checkpoint(write(tmp_path, pieces | state, common=common(model, **groups)), IDS)
+    found = {slot: contents(source, f"optimizer.{slot}.") for slot in ("momentum_buffer", "exp_avg", "exp_avg_sq")}
+    assert len(found["momentum_buffer"]) == len(matrices) and found["exp_avg"].keys() == found["exp_avg_sq"].keys()
+    equal(found["momentum_buffer"] | found["exp_avg"], model.ours())
+    assert source.values["run.optimizer_steps"] == 5 and not source.skipped
+
+
+def test_what_an_optimizer_keeps_that_is_not_built_here_is_named(tmp_path: Path) -> None:
+    model = Whole(groups=2)
+    pieces = pieces_of(model, stacked=True)
+    pieces |= {f"optimizer.state.Q_L.{name}": boxes for name, boxes in pieces_of(model, stacked=True).items()}
+    source = open_torch_dist_checkpoint(write(tmp_path, pieces, common=common(model)), IDS)
+    equal(contents(source), model.ours())
+    assert "its optimizer keeps Q_L" in source.skipped
 
 
 BUCKET = "optimizer.distributed.dp_group_idx_{}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0."

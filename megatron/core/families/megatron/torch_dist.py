@@ -59,7 +59,7 @@ _SLOTS = {
     **{slot: slot for slot in ("exp_avg", "exp_avg_sq", "momentum_buffer")},
     **dict.fromkeys(("fp32_param", "param", "master_param"), "master"),
 }
-_OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.([a-z0-9_]+)\.(.+)$")
+_OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)$")
 _STACKED = re.compile(r"^(encoder|decoder)\.layers\.(?!\d)(.+)$")
 _STATES = re.compile(
     r"^(optimizer|rng_state|rerun_state_machine_state|common_state|chained_\d+\.optimizer)\b|_extra_state"
