@@ -93,7 +93,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.cleans_up_spaces = self._config.cleans_up_spaces
         decoders = _decoder_kinds(parsed, path)
         self._is_byte_level, self.replaces_each_byte = decoders == ["ByteLevel"], "ByteFallback" in decoders
-        self.special_ids = tuple(sorted(({*added.values(), *named.values(), *extra} - {None, self.pad}) | {self.eod}))
+        roles = {token for token in named.values() if token is not None}
+        self.special_ids = tuple(sorted(({*added.values(), *roles, *extra} - {self.pad}) | {self.eod}))
         frame = _special_ids_around_text(self._tokenizer) if include_special else ((), ())
         self._frame_known = frame is not None
         self._prefix, self._suffix = frame or ((), ())

@@ -86,7 +86,31 @@ def read_tokenizer_config(folder: Path, parsed: Mapping[str, Any]) -> TokenizerF
     config = _merged_files(folder)
     keys = ForeignMapping(config, harmless=HARMLESS, defaults=_OFF, advice=_ADVICE)
     templates = _chat_templates(folder, keys.pop_or_none("chat_template"))
-    names, of_model, extra = dict[str, str](), list[Any](), list[Any]()
+    names, of_model, extra = _named_tokens(keys, config)
+    cleans = keys.boolean("clean_up_tokenization_spaces", False)
+    forced = keys.boolean("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+    listed = tuple(_added_tokens(keys.pop_or_none("added_tokens_decoder"), keys.problems))
+    keys.problems += _class_problems(
+        keys, str(config.get("tokenizer_class") or "").removesuffix("Fast") or None, parsed
+    )
+    raise_config_error_if(f"{FLAG} {folder}, {FILE}: {problem}" for problem in keys.all_problems())
+    cleans = cleans and (forced or parsed["model"].get("type") != "BPE")
+    return TokenizerFolderConfig(
+        names or None,
+        extra,
+        of_model,
+        listed or _legacy_added_tokens(folder, config),
+        cleans,
+        templates.get("default"),
+        templates.get("tool_use"),
+    )
+
+
+def _named_tokens(
+    keys: ForeignMapping, config: Mapping[str, Any]
+) -> tuple[dict[str, str], tuple[str, ...], tuple[str, ...]]:
+    """Take the names of special tokens; return them by their role, those of some networks only, and all others."""
+    names, of_model, extra = dict[str, str](), list[str](), list[str]()
     for key in [key for key in config if key.endswith("_token") and key not in HARMLESS]:
         role, value = key.removesuffix("_token"), keys.pop_or_none(key)
         if isinstance(value, bool) or value is None:
@@ -97,26 +121,12 @@ def read_tokenizer_config(folder: Path, parsed: Mapping[str, Any]) -> TokenizerF
             of_model.append(_token_text(value, key, keys.problems))
     for key in ("extra_special_tokens", "additional_special_tokens"):
         value = keys.pop_or_none(key) or []
-        texts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-        (of_model if isinstance(value, dict) else extra).extend(_token_text(one, key, keys.problems) for one in texts)
-    cleans = keys.boolean("clean_up_tokenization_spaces", False)
-    forced = keys.boolean("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
-    added = tuple(_added_tokens(keys.pop_or_none("added_tokens_decoder"), keys.problems))
-    keys.problems += _class_problems(
-        keys, str(config.get("tokenizer_class") or "").removesuffix("Fast") or None, parsed
-    )
-    raise_config_error_if(f"{FLAG} {folder}, {FILE}: {problem}" for problem in keys.all_problems())
-    cleans = cleans and (forced or parsed["model"].get("type") != "BPE")
-    added = added or _legacy_added_tokens(folder, config)
-    return TokenizerFolderConfig(
-        names or None,
-        tuple(dict.fromkeys(extra)),
-        tuple(dict.fromkeys(of_model)),
-        added,
-        cleans,
-        templates.get("default"),
-        templates.get("tool_use"),
-    )
+        if isinstance(value, dict):
+            of_model += [_token_text(one, key, keys.problems) for one in value.values()]
+        else:
+            values = value if isinstance(value, list) else [value]
+            extra += [_token_text(one, key, keys.problems) for one in values]
+    return names, tuple(dict.fromkeys(of_model)), tuple(dict.fromkeys(extra))
 
 
 def _merged_files(folder: Path) -> dict[str, Any]:

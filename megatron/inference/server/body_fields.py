@@ -47,9 +47,8 @@ def read_body_fields(
     body_fields = parse_json_object(body)
     known = {field.name: field for field in fields}
     wrong = [message for name, message in (retired or {}).items() if name in body_fields]
-    unknown = [name for name in body_fields if name not in known and name not in (retired or {})]
-    wrong += [unknown_field_message(name, known) for name in unknown[:_MOST_NAMED]]
-    wrong += [f"{len(unknown) - _MOST_NAMED} more are no fields"] if len(unknown) > _MOST_NAMED else []
+    taken = {*known, *(retired or {})}
+    wrong += _unknown_field_messages([name for name in body_fields if name not in taken], known)
     values = {}
     for field in fields:
         value = body_fields.get(field.name)
@@ -63,6 +62,13 @@ def read_body_fields(
             wrong += [f"{field.name} {problem}"] if problem else []
     raise_problems(wrong)
     return values
+
+
+def _unknown_field_messages(names: Sequence[str], known: Iterable[str]) -> list[str]:
+    """Return a message for each unknown field, the last one for all that are too many."""
+    left_out = len(names) - _MOST_NAMED
+    messages = [unknown_field_message(name, known) for name in names[:_MOST_NAMED]]
+    return messages + [f"{left_out} more are no fields"] * (left_out > 0)
 
 
 def raise_problems(problems: Iterable[str]) -> None:
