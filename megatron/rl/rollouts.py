@@ -23,6 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.inference.engine import Engine
+from megatron.inference.generate import decode_following
 from megatron.inference.requests import (
     EngineBusyError,
     GenerationEvent,
@@ -271,7 +272,7 @@ class _RolloutConversation:
             raise RolloutFailed(reply.problem)
         tokens: tuple[TokenLogprob, ...] = reply.tokens if reply.end is None else (*reply.tokens, reply.end)
         all_ids = (*begun.ids, *(token.id for token in tokens))
-        text = self.tokenizer.detokenize([*begun.ids, *reply.ids]) if begun.ids else reply.text
+        text = decode_following(self.tokenizer, self.ids, [*begun.ids, *reply.ids]) if begun.ids else reply.text
         return RolloutAnswer(
             all_ids,
             (*begun.logprobs, *(token.logprob or 0.0 for token in tokens)),
