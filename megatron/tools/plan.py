@@ -27,6 +27,7 @@ from tqdm import tqdm
 from megatron.core.config.flags import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.datasets.storage import write_file
 from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.rl.planned_memory import memory_parts_text
 from megatron.tools.parser import (
@@ -210,7 +211,7 @@ def estimate_and_print_run(
         )
     if options.html:
         options.html.parent.mkdir(parents=True, exist_ok=True)
-        options.html.write_text(run_estimate_html(planned, command), encoding="utf-8")
+        write_file(options.html, run_estimate_html(planned, command))
         print_to_stderr(f"written: {options.html}")
     read = parse_training_command(parse_arguments(command[2:])[1], ranks=options.world_size, entry=options.entry)
     beside = read.beside(config, setting.world_size)
@@ -241,7 +242,7 @@ def measure_and_write_hardware(path: Path) -> None:
     hardware = measure_hardware(say=print_to_stderr)
     if hardware is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(replace(hardware, name=path.stem)), indent=2) + "\n", encoding="utf-8")
+        write_file(path, json.dumps(asdict(replace(hardware, name=path.stem)), indent=2) + "\n")
         print_to_stderr(f"written: {path}")
 
 
