@@ -222,7 +222,7 @@ class MegatronLM(TemplateLM):
             "" if token is None else self.megatron_tokenizer.id_to_token(token)
             for token in (self.megatron_tokenizer.bos, self.megatron_tokenizer.eos)
         )
-        return ChatTemplate(text, bos=bos, eos=eos, marks=()).render(
+        return ChatTemplate(text, bos=bos, eos=eos, marks=(), now=None).render(
             chat_history, add_generation_prompt=add_generation_prompt
         )
 

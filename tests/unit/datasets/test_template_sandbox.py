@@ -92,6 +92,7 @@ def test_a_template_that_does_not_end_is_refused_and_the_next_is_rendered(monkey
     process.close()
 
 
+@pytest.mark.nightly
 def test_a_text_that_is_too_long_is_refused() -> None:
     process = TemplateProcess()
     refused(
