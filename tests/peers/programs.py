@@ -53,6 +53,7 @@ DISTRIBUTED, RESHARDABLE = (
     "--use-distributed-optimizer",
     "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
 )
+BUCKETS = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 600"
 PP2, TP2, EP2 = (f"--{axis}-model-parallel-size 2" for axis in ("pipeline", "tensor", "expert"))
 VPP = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 GROWING = "--fp16 --initial-loss-scale 4096 --loss-scale-window 2 --hysteresis 1"  # without overflow
@@ -113,6 +114,9 @@ PROGRAMS = {
             2,
             4,
         ),
+        # Buffers that are cut into buckets, since gradients are reduced while others are computed.
+        Program("pp2-buckets-distributed", f"{GQA} {PP2} {BUCKETS}", 2),
+        Program("buckets-distributed-torch", f"{GQA} {BUCKETS} {TORCH}"),
         # Experts, latent attention, tokens further ahead.
         Program("experts", EXPERTS, releases=("0.12.3", "0.16.1", NEWEST)),
         Program("ep2-distributed", f"{DEEPSEEK} {EP2} {DISTRIBUTED}", 2, releases=("0.16.1", NEWEST)),
