@@ -120,7 +120,7 @@ def compare_streams_with_the_whole(tokenizer: Tokenizer, count: int) -> None:
 
 
 def test_streams_join_to_the_whole_for_every_kind_of_tokenizer(any_tokenizer: Tokenizer) -> None:
-    compare_streams_with_the_whole(any_tokenizer, 40)
+    compare_streams_with_the_whole(any_tokenizer, 12)
 
 
 @pytest.mark.nightly
@@ -140,7 +140,7 @@ def test_a_byte_that_can_belong_to_no_character_is_told_at_once() -> None:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_log_probabilities_name_every_token_as_the_text_does(any_tokenizer: Tokenizer, chat: bool) -> None:
-    for ids in id_sequences(any_tokenizer, 20):
+    for ids in id_sequences(any_tokenizer, 8):
         known = [token for token in ids if token < any_tokenizer.vocab_size]
         tokens = [
             TokenLogprob(

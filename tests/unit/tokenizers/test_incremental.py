@@ -34,7 +34,7 @@ def compare_pieces_with_the_whole(tokenizer: Tokenizer, count: int) -> None:
 
 
 def test_pieces_join_to_the_text_of_all_ids(tokenizer: Tokenizer) -> None:
-    compare_pieces_with_the_whole(tokenizer, 50)
+    compare_pieces_with_the_whole(tokenizer, 25)
 
 
 @pytest.mark.nightly
