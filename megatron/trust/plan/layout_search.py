@@ -225,7 +225,7 @@ def search_layouts(
     later = (planner is not None) + (estimator is not None)
     for done, shape in enumerate(divisions):
         progress(done, len(divisions), "rules and formulas")
-        if time.monotonic() - started > seconds / (1 + later):
+        if time.monotonic() - started > seconds / (1 + 2 * later):
             ranking.complete = False
             break
         _add_layout_variants_to_ranking(setting, shape, hardware, true_vocab_size, ranking)
@@ -351,40 +351,65 @@ def _estimate_best_layouts(
     until: float,
     progress: Progress,
 ) -> None:
-    """Estimate the best layouts from their layers until the BEST are known; the next is always that which would be the fastest if the
-    formulas were as wrong for it as they were on average.
+    """Estimate the best layouts from their layers until the BEST are known; the next is always the one that is expected to be the fastest
+    of those that are expected to fit. until: when this ends once one is known; before, the estimator's own limit ends it.
     """
-    ratios, known, unknown = [1.0], 0, list(ranking.fits)
-    best: list[FittingLayout] = []
+    unknown, best = list(ranking.fits), list[FittingLayout]()
+    wrong = _FormulaErrors()
 
-    def expected_seconds(one: FittingLayout) -> float:
-        return one.time.seconds * statistics.fmean(ratios)
+    def expected(one: FittingLayout) -> tuple[bool, float]:
+        needs, seconds = wrong.expected(one)
+        return needs > hardware.usable_bytes(), seconds
 
-    while unknown and (len(best) < BEST or expected_seconds(unknown[0]) < best[BEST - 1].time.seconds):
-        if time.monotonic() > until:
-            ranking.complete = False
+    while unknown:
+        unknown.sort(key=expected)
+        excess, seconds = expected(unknown[0])
+        if len(best) >= BEST and (excess or seconds >= best[BEST - 1].time.seconds):
             break
         one = unknown.pop(0)
-        progress(known, known + len(unknown), f"layers of {one.layout}")
+        progress(len(wrong.ratios), len(wrong.ratios) + len(unknown), f"layers of {one.layout}")
         try:
+            if best and time.monotonic() > until:
+                raise TimeoutError
             estimate = estimator(one.config, world_size)
         except TimeoutError:
             ranking.complete = False
+            unknown.append(one)
             break
         if estimate is None:
             continue
-        known += 1
         ranking.fits.remove(one)
-        ratios.append(estimate.time.seconds / one.time.seconds)
-        if known == 1:
-            del ratios[0]  # what was believed before
+        wrong.learn(one, estimate)
         if estimate.needs > hardware.usable_bytes():
             says = _memory_excess_text(estimate.needs, hardware, estimate.position) + " by dry runs of its layers"
             ranking.rejected.append(RejectedLayout(one.layout, ("memory",), (says,)))
             continue
         best.append(replace(one, needs=estimate.needs, time=estimate.time, source="layers"))
         best.sort(key=_layout_sort_key)
-    ranking.fits = sorted([*best, *ranking.fits], key=_layout_sort_key)
+    left = [one for one in ranking.fits if one.source == "formulas"]
+    ranking.fits = best + sorted(left, key=expected)
+
+
+@dataclass(slots=True)
+class _FormulaErrors:
+    """By how much formulas were wrong: (recomputation, true bytes over theirs, true seconds over theirs) of each layout that is known."""
+
+    ratios: list[tuple[str, float, float]] = field(default_factory=list)
+
+    def learn(self, one: FittingLayout, estimate: AnalyticEstimate) -> None:
+        """Note what a layout that formulas estimated is now known to take."""
+        ratio = estimate.needs / one.needs, estimate.time.seconds / one.time.seconds
+        self.ratios.append((one.layout.recompute, *ratio))
+
+    def expected(self, one: FittingLayout) -> tuple[float, float]:
+        """Return bytes and seconds if formulas are as wrong as on average, where it is known for layouts that recompute as much."""
+        alike = [ratio for ratio in self.ratios if ratio[0] == one.layout.recompute] or self.ratios
+        if not alike:
+            return one.needs, one.time.seconds
+        return (
+            one.needs * statistics.fmean(needs for _, needs, _ in alike),
+            one.time.seconds * statistics.fmean(seconds for _, _, seconds in alike),
+        )
 
 
 def _dry_run_best_layouts(

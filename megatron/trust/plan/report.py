@@ -274,9 +274,11 @@ def layout_search_text(ranking: LayoutRanking, flags: Iterable[str], most: int =
     """Return the result of a layout search as text: the best layouts, and why others were rejected. flags: of the fitting layouts, in order."""
     if ranking.fits:
         best = ranking.fits[0]
-        how = {"dry run": "run dry", "layers": "by dry runs of its layers", "formulas": "by formulas alone"}[
-            best.source
-        ]
+        how = {
+            "dry run": "run dry",
+            "layers": "by dry runs of its layers",
+            "formulas": "by formulas alone, which can be far too low",
+        }[best.source]
         lines = [
             f"{len(ranking.fits)} of {ranking.tried:,} layouts fit; the fastest: {best.layout}: {seconds_text(best.time.seconds)} a step, "
             f"{bytes_text(best.needs)}, MFU {best.time.mfu:.1%} causal ({how})",

@@ -157,7 +157,8 @@ def test_a_dry_run_whose_time_is_up_ends_the_search_with_what_is_known() -> None
 
 
 def test_layouts_are_estimated_from_their_layers_until_the_best_are_known() -> None:
-    formulas = found_on(1e9).fits
+    memory = 1.01 * found_on(1e9).fits[0].needs
+    formulas = found_on(memory).fits
     asked = []
 
     def estimator(config, world_size: int) -> AnalyticEstimate | None:
@@ -168,11 +169,11 @@ def test_layouts_are_estimated_from_their_layers_until_the_best_are_known() -> N
             return None
         return replace(
             plain,
-            needs=2e9 if len(asked) == 1 else plain.needs,
+            needs=1.02 * formulas[0].needs if len(asked) == 1 else plain.needs,
             time=replace(plain.time, seconds=2 * plain.time.seconds),
         )
 
-    machine = replace(MACHINE, memory=1e9, usable=1.0)
+    machine = replace(MACHINE, memory=memory, usable=1.0)
     found = search_layouts(setting_of("", 4), machine, true_vocab_size=VOCABULARY, planner=None, estimator=estimator)
     known = [one for one in found.fits if one.source == "layers"]
     assert BEST <= len(known) == len(asked) - 2 < len(formulas) - 2 and found.fits[: len(known)] == known
