@@ -21,10 +21,10 @@ from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.hf import read_json
 
 CONFIG = "adapter_config.json"
-FIRST_WITH_EXPERT_ROWS = (
-    0,
-    19,
-)  # version from which A is as wide as an expert's input, however its parameter is stored
+# Versions of PEFT: from the first, A of experts is as wide as their input, however their parameter is stored; in the second it is
+# not so for parameters that are stored transposed.
+FIRST_WITH_EXPERT_ROWS = (0, 19, 1)
+SWAPS_TRANSPOSED_EXPERTS = (0, 19, 0)
 _ALL_LINEAR = "all-linear"
 _TASKS = ("CAUSAL_LM", "SEQ_CLS", "SEQ_2_SEQ_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 _LARGEST_RANK = 2**20
@@ -74,7 +74,7 @@ class PeftConfig:
     ties: bool
     task: str | None
     base: str | None
-    version: tuple[int, int] | None
+    version: tuple[int, ...] | None
 
     def targeted(self, modules: Iterable[str]) -> set[str]:
         """Return those of these linear modules (transformers' names) that target_modules names."""
@@ -151,7 +151,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
         ties=keys.boolean("ensure_weight_tying", False),
         task=keys.one_of("task_type", _TASKS, None) if keys.mapping.get("task_type") is not None else None,
         base=keys.text("base_model_name_or_path", "") or None,
-        version=(int(numbers[1]), int(numbers[2])) if (numbers := re.match(r"(\d{1,4})\.(\d{1,4})", version)) else None,
+        version=_release_numbers(version),
     )
     keys.ignore_keys("task_type")
     if not (config.base or "").isprintable():
@@ -174,6 +174,12 @@ def _note_changed_base(keys: ForeignMapping) -> None:
         )
     elif value is not None and value not in _INITIAL:
         keys.problems.append(f"init_lora_weights: {short_value(value)} is unknown here and may change the base")
+
+
+def _release_numbers(version: str) -> tuple[int, ...] | None:
+    """Return the three numbers of a version such as 0.19.1.dev0, or None if it is none."""
+    numbers = re.match(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?", version)
+    return tuple(int(number or 0) for number in numbers.groups()) if numbers else None
 
 
 def _take_rank(keys: ForeignMapping) -> int:

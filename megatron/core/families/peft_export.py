@@ -27,7 +27,7 @@ from megatron.core.families.peft_config import CONFIG
 from megatron.core.families.peft_mapping import PeftMatrixMapping
 from megatron.core.models.parameter_names import WORD_EMBEDDING
 
-_VERSION = "0.19.0"  # of PEFT, whose layout of experts' factors is written
+_VERSION = "0.20.0"  # of PEFT, whose layout of experts' factors is written
 _TASKS = {"gpt": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM"}
 # PEFT takes these last words among target_modules for experts, in networks whose experts were modules in transformers 4. Dense and
 # shared MLPs are called the same; their weights are written as target_parameters.

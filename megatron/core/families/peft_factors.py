@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.families.adapter_set import LinearLoraWeights
-from megatron.core.families.peft_config import CONFIG, FIRST_WITH_EXPERT_ROWS, PeftConfig
+from megatron.core.families.peft_config import CONFIG, FIRST_WITH_EXPERT_ROWS, SWAPS_TRANSPOSED_EXPERTS, PeftConfig
 from megatron.core.families.peft_mapping import ExpertParameter, PeftMatrixMapping
 from megatron.core.models.parameter_names import VOCABULARY
 
@@ -164,7 +164,7 @@ def _add_expert_parameter(
 ) -> str | None:
     """Add the adapter of all experts, A [e r, in] and B [out, r e] there, A [e, r, in] and B [e, out, r] here. Or return why not.
 
-    Before PEFT 0.19 A was as wide as the second dimension of the parameter, which mostly is the output.
+    Before PEFT 0.19.1 A was as wide as the second dimension of the parameter, which mostly is the output.
     """
     count, outputs, inputs = places.whole[experts.row.ours]
     (rank, scale), a, b = rank_and_scale, factors["A"], factors["B"]
@@ -172,7 +172,7 @@ def _add_expert_parameter(
     layouts = _layouts_of_experts(experts, config, sizes == (outputs, inputs), sizes == (inputs, outputs))
     if len(layouts) > 1:
         return (
-            "is square, so that its factors may be stored as PEFT has them before 0.19 or since; write the version that it was saved "
+            "is square, so that its factors may be stored as PEFT has them before 0.19.1 or since; write the version that it was saved "
             f"with into {CONFIG} as peft_version"
         )
     if not layouts or a.shape[0] != count * rank or rank > max(outputs, inputs):
@@ -192,13 +192,16 @@ def _add_expert_parameter(
 
 
 def _layouts_of_experts(experts: ExpertParameter, config: PeftConfig, fits: bool, fits_swapped: bool) -> list[bool]:
-    """Return in which layouts an adapter of experts may be stored: as it is since PEFT 0.19 (False), or swapped, as before (True).
+    """Return in which layouts an adapter of experts may be stored: A as wide as their input (False), or as their output (True).
 
-    Parameters stored as [e, in, out] have one layout in all versions.
+    PEFT once took the second dimension of the parameter for the input, and 0.19.0 the third where that is the output.
     """
-    if experts.transposed or config.version is None:
+    if config.version is None:
         return [False] * fits + [True] * (fits_swapped and not experts.transposed)
-    swapped = config.version < FIRST_WITH_EXPERT_ROWS
+    if experts.transposed:
+        swapped = config.version == SWAPS_TRANSPOSED_EXPERTS
+    else:
+        swapped = config.version < FIRST_WITH_EXPERT_ROWS
     return [swapped] if (fits_swapped if swapped else fits) else []
 
 
