@@ -150,9 +150,7 @@ def load_engine(given: argparse.Namespace) -> Engine | EncoderDecoderEngine:
     draft = load_network(given.draft, GPT, parallel=parallel, dtype=given.dtype).stages if given.draft else ()
     engine = Engine(loaded.stages, loaded.tokenizer, config, draft=draft)
     if loaded.config.model.has_vision:
-        engine.image_prompts = ImagePromptWriter.from_model(
-            loaded.config.model, loaded.tokenizer, loaded.data_settings
-        )
+        engine.image_prompts = ImagePromptWriter.from_model(loaded.config.model, loaded.tokenizer, loaded.data_settings)
     return engine
 
 

@@ -330,16 +330,7 @@ def _parse_conversation_row(row: Any, *, plain: bool, unread: dict[str, None]) -
     plain: of user messages keep the images only. unread: names of keys that are passed over are put there.
     """
     keys = ForeignMapping(row if isinstance(row, Mapping) else {}, harmless=_HARMLESS)
-    turns, images = _take_one_of(keys, "conversations", "messages"), _take_one_of(keys, "image", "images") or []
-    if not isinstance(turns, list) or not turns:
-        raise DataError('no list of "conversations"')
-    if other := [name for name in _UNREADABLE if keys.pop_or_none(name)]:
-        raise DataError(f'"{other[0]}" is not read; conversations are about images')
-    images = [images] if isinstance(images, str) else images
-    if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
-        raise DataError('"image" is neither a path nor a list of paths')
-    if system := keys.pop_or_none("system"):
-        turns = [{"from": "system", "value": system}, *turns]
+    turns, images = _take_turns(keys), _take_image_paths(keys)
     messages: list[Message] = []
     marks = 0
     for place, turn in enumerate(turns, 1):
@@ -353,6 +344,25 @@ def _parse_conversation_row(row: Any, *, plain: bool, unread: dict[str, None]) -
         raise DataError("a conversation without an answer: none of its turns is of the assistant")
     unread.update(dict.fromkeys(map(str, keys.keys_left())))
     return ImageConversationRow(messages, images)
+
+
+def _take_turns(keys: ForeignMapping) -> list[Any]:
+    """Take the turns of a row, with the system's text first. `DataError` if there are none, or what is no text or image."""
+    turns = _take_one_of(keys, "conversations", "messages")
+    if not isinstance(turns, list) or not turns:
+        raise DataError('no list of "conversations"')
+    if other := [name for name in _UNREADABLE if keys.pop_or_none(name)]:
+        raise DataError(f'"{other[0]}" is not read; conversations are about images')
+    system = keys.pop_or_none("system")
+    return [{"from": "system", "value": system}, *turns] if system else turns
+
+
+def _take_image_paths(keys: ForeignMapping) -> list[str]:
+    images = _take_one_of(keys, "image", "images") or []
+    images = [images] if isinstance(images, str) else images
+    if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
+        raise DataError('"image" is neither a path nor a list of paths')
+    return images
 
 
 def _take_one_of(keys: ForeignMapping, name: str, other: str) -> Any:
