@@ -182,6 +182,15 @@ def test_lines_that_failed_are_tried_again_and_the_others_kept(tool: ModuleType,
     assert found[3] == first[3] and "error" not in found[1] and found[1]["seed"] == 1235
 
 
+def test_half_of_a_surrogate_pair_stops_no_other_line(tool: ModuleType, folder: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "1"}, {"prompt": "\ud800", "id": "\udfff"}, {"ids": [2], "id": "\ud83d\ude00"}]
+    found = answers(tool, folder, lines(rows), tmp_path / "out", code=1)
+    assert (
+        found[1]["prompt"] == "\ud800" and "error" in found[1] and found[2]["id"] == "\U0001f600" and "ids" in found[0]
+    )
+    assert found == answers(tool, folder, lines(rows), tmp_path / "out")
+
+
 def test_few_lines_are_held_at_once(tool: ModuleType) -> None:
     read = 0
 
