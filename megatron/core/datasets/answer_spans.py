@@ -44,10 +44,11 @@ class AnswerNotFoundError(Exception):
 
 
 class AnswerFinder:
-    """Finds answers in the texts of one template."""
+    """Finds answers in the texts that a template makes of one conversation and its beginnings."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
+        self._plain: dict[tuple[int, bool], str | RenderError] = {}  # by number of messages, and whether it invites
 
     def spans(self, messages: Sequence[Message], whole: str, *, answers_end: bool) -> list[tuple[int, int]]:
         """Return [start, end) of each answer in the text `whole` of a conversation. `AnswerNotFoundError`.
@@ -55,7 +56,7 @@ class AnswerFinder:
         answers_end: the template writes a mark after an answer; if not, the mark that begins the next message ends it.
         """
         answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        texts = self._render([(messages[: place + after], not after) for place in answers for after in (0, 1)])
+        texts = self._render_plain([(messages[: place + after], not after) for place in answers for after in (0, 1)])
         result: list[tuple[int, int]] = []
         for place, before, through in zip(answers, texts[::2], texts[1::2]):
             start, end = self._start(messages, place, whole, before), self._end(messages, place, whole, before, through)
@@ -111,17 +112,24 @@ class AnswerFinder:
 
     def _invitation(self, messages: Sequence[Message], invited: str) -> str:
         """Return what the invitation to answer adds to the text of `messages`, "" if it changes more. invited: text with it."""
-        (plain,) = self._render([(messages, False)])
+        (plain,) = self._render_plain([(messages, False)])
         if isinstance(plain, RenderError):
             return ""
         shared = common_length(invited, plain)
         return "" if MARK_LIKE.sub("", plain[shared:]).strip() else invited[shared:]
 
+    def _render_plain(self, requests: Sequence[tuple[Sequence[Message], bool]]) -> list[str | RenderError]:
+        """Return the texts of beginnings of the conversation, each rendered once."""
+        keys = [(len(messages), invites) for messages, invites in requests]
+        missing = {key: request for key, request in zip(keys, requests) if key not in self._plain}
+        self._plain.update(zip(missing, self._render(list(missing.values()))))
+        return [self._plain[key] for key in keys]
+
     def _texts_behind(self, place: int, *requests: tuple[Sequence[Message], bool]) -> list[str] | None:
         """Return, of each conversation, the text that follows the content of message number `place`, which is the same in
         all; None if that cannot be told.
         """
-        plain = self._render(requests)
+        plain = self._render_plain(requests)
         for changed in _with_place_behind(requests[0][0][place]):
             texts = self._render(
                 [([*messages[:place], changed, *messages[place + 1 :]], invites) for messages, invites in requests]

@@ -43,6 +43,8 @@ RESERVED = re.compile(f"[{OPENS}-{EOS}]")
 TRUSTED_ROLES = ("system", "developer", "assistant")
 DATE = "2024-07-26"  # that `strftime_now` says in training: the same ids on every day
 
+_AT_ONCE = 16  # renderings that the process is asked for together: each may be as long as its conversation
+
 Message = Mapping[str, Any]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _NOT_VARIABLES = {  # arguments of `apply_chat_template` that are no variables of the template
@@ -306,8 +308,11 @@ class ChatTemplate:
             }
             for messages, invites in conversations
         ]
+        process, texts = template_process(), list[str | RenderError]()
         try:
-            return template_process().render(self._text, contexts, now=self._now)[1]
+            for first in range(0, len(contexts), _AT_ONCE):
+                texts += process.render(self._text, contexts[first : first + _AT_ONCE], now=self._now)[1]
+            return texts
         except RenderLimitError as error:
             raise TemplateLimitError(f"the chat template does not take the conversation: {error}") from error
 
