@@ -73,12 +73,13 @@ class ChatPrompts:
         segments = self._encoder.template.render_with_generation_prompt(messages, tools)
         return self._encode(segments), "".join(segment.text for segment in segments)
 
-    def ids_after_answer(self, messages: Sequence[Message], end: AnswerEnd, tools: Any = None) -> list[int]:
-        """Return the ids that the template puts after the last answer of these messages, up to the next answer; without
+    def ids_after_answer(
+        self, messages: Sequence[Message], answer: int, end: AnswerEnd, tools: Any = None
+    ) -> list[int]:
+        """Return the ids that the template puts after message `answer`, the policy's last, up to its next answer; without
         the end that was sampled. `DataError` as above.
         """
-        last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
-        placed = [*messages[:last], {"role": "assistant", "content": _PLACE}, *messages[last + 1 :]]
+        placed = [*messages[:answer], {"role": "assistant", "content": _PLACE}, *messages[answer + 1 :]]
         segments = self._encoder.template.render_with_generation_prompt(placed, tools)
         at = [place for place, segment in enumerate(segments) if _PLACE in segment.text]
         if not at:

@@ -163,6 +163,7 @@ class _RolloutConversation:
     tools: Any = None
     _text: str = ""  # added since the last answer
     _num_answered: int = 0  # ids up to the end of the last answer
+    _answer: int = 0  # its number among the messages
 
     def add(self, text: str, *, role: str = "user") -> None:
         """Append a text of the environment; with a prompt format, a message of this role."""
@@ -189,7 +190,7 @@ class _RolloutConversation:
         self.tools = tools
         if self.answers:
             end = self._end_of(self.answers[-1])
-            ids = self._chat.ids_after_answer(self.messages, end, tools)
+            ids = self._chat.ids_after_answer(self.messages, self._answer, end, tools)
         else:
             ids, self.prompt = self._chat.prompt_ids_and_text(self.messages, tools)
         self._set_ids_since_answer(ids)
@@ -237,6 +238,7 @@ class _RolloutConversation:
         if not self.messages:
             return answer.text
         content = answer.text.removesuffix(self._end_of(answer).word)
+        self._answer = len(self.messages)
         self.messages.append({"role": "assistant", "content": content})
         return content
 

@@ -107,6 +107,12 @@ def test_messages_are_those_of_transformers_and_answers_keep_their_ids(tmp_path:
     learnt = [*tokenizer.tokenize_with_special("No."), *end, *tokenizer.tokenize_with_special("Yes, very"), *end]
     assert [one for one, known in zip(conversation.ids, conversation.sampled, strict=True) if known] == learnt
     assert policy.requests[0].stop_ids == (tokenizer.eod,) and conversation.messages == whole
+    policy = Policy(tokenizer, "No.", cut_off=cut_off)
+    more = [QUESTION, {"role": "assistant", "content": "as an example: far"}, {"role": "user", "content": "So?"}]
+    expected = theirs.apply_chat_template(
+        [*first, {"role": "assistant", "content": "No."}, *more], add_generation_prompt=True, return_dict=False
+    )
+    assert policy.play(first, more).ids == expected, "an answer that the policy did not give"
 
 
 def test_a_template_that_rewrites_earlier_answers_does_not_change_what_was_sampled(tmp_path: Path) -> None:
