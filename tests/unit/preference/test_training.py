@@ -184,6 +184,23 @@ def test_under_adapters_the_base_is_the_reference() -> None:
     )
 
 
+@pytest.mark.parametrize("task", ["dpo", "kto"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "layout",
+    ["serial", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("tp2 sp", "pp2", "cp2", "dp2 zero"))],
+)
+def test_rounding_prefers_no_answer(world: Worlds, layout: str, precision: str, task: str) -> None:
+    """Policy and reference are one network in the first step."""
+    ranks, _, changes = LAYOUTS.get(layout, (1, {}, {}))
+    options = {**LORA, "fp64": False, "bf16": precision == "bf16", **changes}
+    if ranks == 1:
+        figures = train_pairs_here({"finetune_task": task}, options, 1)[0]
+    else:
+        figures = world(ranks).run(train_pairs_here, {"finetune_task": task}, options, 1)[0][0]
+    assert figures[0]["preference accuracy"] == 0.5
+
+
 @pytest.mark.parametrize("loss", WITHOUT_REFERENCE)
 def test_losses_without_a_reference_ask_none(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReferenceScoredBatches, "_reference_logprobs", lambda *_: pytest.fail("a reference was asked"))
