@@ -198,3 +198,11 @@ def lazy_collectives(completion: Completion) -> Iterator[LazyTransport]:
         patch.multiple(collectives, _gather_single=lazy.all_gather, _scatter_single=lazy.reduce_scatter),
     ):
         yield lazy
+
+
+def run_lazily(completion: Completion, function: Callable[..., Any], *arguments: Any) -> Any:
+    """On every rank: call a function over a lazy transport, where every collective must be waited for."""
+    with lazy_collectives(completion) as transport:
+        result = function(*arguments)
+    assert not transport.pending, f"nobody waited for {[work.name for work in transport.pending]}"
+    return result

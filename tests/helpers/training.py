@@ -17,7 +17,7 @@ from megatron.training.checkpoint import run_state
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.helpers import tiny
-from tests.helpers.lazy_collectives import Completion, lazy_collectives
+from tests.helpers.lazy_collectives import Completion, run_lazily
 from tests.helpers.world import Worlds
 
 
@@ -39,16 +39,6 @@ def train_here(changes: dict[str, Any], steps: int) -> tuple[list[float], list[f
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes)))
     losses, norms = train_on(trainer, steps)
     return losses, norms, held_weights(trainer)
-
-
-def train_lazily_here(
-    changes: dict[str, Any], steps: int, completion: Completion
-) -> tuple[list[float], list[float], Held]:
-    """`train_here` over a lazy transport, where every collective must be waited for."""
-    with lazy_collectives(completion) as transport:
-        result = train_here(changes, steps)
-    assert not transport.pending, f"nobody waited for {[work.name for work in transport.pending]}"
-    return result
 
 
 def train_on(trainer: Trainer, steps: int) -> tuple[list[float], list[float]]:
@@ -119,7 +109,7 @@ def train(
     """Train on `ranks` ranks of a pool. completion: of collectives, over a lazy transport."""
     if completion is None:
         return outcome(world(ranks).run(train_here, changes, steps))
-    return outcome(world(ranks).run(train_lazily_here, changes, steps, completion))
+    return outcome(world(ranks).run(run_lazily, completion, train_here, changes, steps))
 
 
 def train_alone(changes: dict[str, Any], steps: int = 3) -> Outcome:

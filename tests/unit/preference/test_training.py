@@ -20,6 +20,7 @@ from megatron.preference.settings import WITHOUT_REFERENCE, PreferenceConfig
 from megatron.training.evaluate import evaluation_mode
 from megatron.training.step import train_step
 from tests.helpers import tiny
+from tests.helpers.lazy_collectives import run_lazily
 from tests.helpers.preference import random_pairs, train_pairs_here, trainer_of
 from tests.helpers.training import assemble
 from tests.helpers.world import Worlds
@@ -42,7 +43,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "pp2": (2, LLAMA, {"pipeline_model_parallel_size": 2}),
     "pp2 lora": (2, LORA, {"pipeline_model_parallel_size": 2}),
     "cp2": (2, LLAMA, {"context_parallel_size": 2}),
-    "dp2 zero": (2, LLAMA, {"use_distributed_optimizer": True}),
+    "dp2 zero": (
+        2,
+        LLAMA,
+        {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    ),
     "dp2 fsdp": (2, LLAMA, {"use_torch_fsdp2": True, "ckpt_format": "torch_dist"}),
     "ep2 dp2": (2, MOE, {"expert_model_parallel_size": 2}),
     "ep2 etp2 tp2": (
@@ -159,7 +164,7 @@ def test_what_is_behind_the_answers_of_a_sample_is_marked_as_padding() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_serial_step(world: Worlds, layout: str) -> None:
     ranks, network, changes = LAYOUTS[layout]
-    results = world(ranks).run(train_pairs_here, ROBUST, {**network, **changes}, STEPS)
+    results = world(ranks).run(run_lazily, "on_wait", train_pairs_here, ROBUST, {**network, **changes}, STEPS)
     compare(train_pairs_here(ROBUST, network, STEPS), results)
 
 

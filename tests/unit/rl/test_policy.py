@@ -15,6 +15,7 @@ from megatron.rl.environments.base import Problem
 from megatron.training.health.bad_steps import BadStepError
 from megatron.training.hooks import StepHooks
 from megatron.training.step import train_step
+from tests.helpers.lazy_collectives import run_lazily
 from tests.helpers.policy import PACKED, RL, EvenIds, train_policy_here, trainer_of
 from tests.helpers.training import assemble, held_weights
 from tests.helpers.world import Worlds
@@ -84,7 +85,7 @@ def test_packed_rollouts_give_the_same_step_as_one_a_row() -> None:
 )
 def test_every_layout_samples_and_trains_alike(world: Worlds, layout: str, rl: dict[str, Any]) -> None:
     ranks, changes = LAYOUTS[layout]
-    results = world(ranks).run(train_policy_here, rl, {**LLAMA, **changes}, STEPS)
+    results = world(ranks).run(run_lazily, "on_wait", train_policy_here, rl, {**LLAMA, **changes}, STEPS)
     for result in results:
         assert result[3] == results[0][3], "all ranks have the same rollouts"
     compare(
