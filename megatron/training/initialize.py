@@ -200,6 +200,27 @@ def _print_recurrent_cp_method(run: RunContext) -> None:
         )
 
 
+def _print_low_precision(run: RunContext) -> None:
+    """Say in which formats matrices are multiplied, where they have 8 or 4 bits."""
+    config = run.config
+    if (recipe := recipes.low_precision_recipe_of(config.precision.low, run.mesh.device)) is not None:
+        ends = (config.precision.low.num_layers_at_start_in_bf16, config.precision.low.num_layers_at_end_in_bf16)
+        run.print_rank_0(
+            f"matrices: {recipe.forward.name}, gradients {recipe.backward.name}, {recipe.name}, "
+            f"{'native' if recipe.native else 'emulated: rounded, then multiplied in fp32'}"
+            + (
+                f"; the first {ends[0]} and last {ends[1]} layers in {config.precision.param_dtype_name}"
+                if config.precision.low.first_last_layers_bf16
+                else ""
+            )
+            + (
+                "; --tp-comm-overlap overlaps none of them, since they are scaled as a whole"
+                if config.parallel.tp_comm_overlap
+                else ""
+            )
+        )
+
+
 def _print_startup_summary(run: RunContext) -> None:
     """Print mesh, formats, kernels and other choices, once at start."""
     mesh, config = run.mesh, run.config
@@ -227,22 +248,7 @@ def _print_startup_summary(run: RunContext) -> None:
     kernels = ", ".join(f"{op} by {name}{f' (not {why})' if why else ''}" for op, name, why in rows)
     run.print_rank_0(f"kernels: {kernels}")
     _print_recurrent_cp_method(run)
-    if (recipe := recipes.low_precision_recipe_of(config.precision.low, mesh.device)) is not None:
-        ends = (config.precision.low.num_layers_at_start_in_bf16, config.precision.low.num_layers_at_end_in_bf16)
-        run.print_rank_0(
-            f"matrices: {recipe.forward.name}, gradients {recipe.backward.name}, {recipe.name}, "
-            f"{'native' if recipe.native else 'emulated: rounded, then multiplied in fp32'}"
-            + (
-                f"; the first {ends[0]} and last {ends[1]} layers in {config.precision.param_dtype_name}"
-                if config.precision.low.first_last_layers_bf16
-                else ""
-            )
-            + (
-                "; --tp-comm-overlap overlaps none of them, since they are scaled as a whole"
-                if config.parallel.tp_comm_overlap
-                else ""
-            )
-        )
+    _print_low_precision(run)
     moe = config.model.moe
     if moe.num_experts:
         kind: str = moe.moe_token_dispatcher_type

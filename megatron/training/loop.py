@@ -91,8 +91,7 @@ def pretrain(
         checkpoint = Checkpointer(trainer, lock=lock)
         if checkpoint.resume():
             run.run_log.add("loaded", **dataclasses.asdict(run.progress))
-            if note := trainer.batches.resume_note(run.progress.iteration, run.progress.consumed_train_samples):
-                run.print_rank_0(f"WARNING: {note}")
+            _warn_of_other_batches(trainer)
         trainer.batches.require_divisible_sizes(run.progress.consumed_train_samples)
         reruns = run.config.faults.effective_rerun_mode != "disabled"
         validator = StepRerun(trainer) if reruns else StepValidator(run.config)
@@ -108,6 +107,13 @@ def pretrain(
                 )
                 checkpoint.roll_back(bad)
                 run.run_log.add("rollback", reason=str(bad), **dataclasses.asdict(run.progress))
+
+
+def _warn_of_other_batches(trainer: Trainer) -> None:
+    """Log if the iterations before a checkpoint took other batches than the schedule of this run would have."""
+    progress = trainer.run.progress
+    if note := trainer.batches.resume_note(progress.iteration, progress.consumed_train_samples):
+        trainer.run.print_rank_0(f"WARNING: {note}")
 
 
 class TrainingSession:
