@@ -38,6 +38,7 @@ from tokenizers import Tokenizer
 
 from megatron.core.datasets.samplers import collate
 from megatron.core.families import peft as folders
+from megatron.core.tokenizers import base
 from megatron.inference.engine import Engine
 from megatron.inference.requests import GenerationRequest
 from megatron.inference.sampling import SamplingParams
@@ -217,7 +218,7 @@ def preference(folder: str) -> Ways:
     return {"TRL": theirs, "ours": ours}
 
 
-class Words:
+class Words(base.Tokenizer):
     """A tokenizer of numbers, for our reader."""
 
     eod = VOCABULARY - 1
