@@ -25,14 +25,14 @@ CLOSE = 0.03  # relative
 
 
 def wrong_estimates(seed: int, families: tuple[str, ...], count: int) -> list[str]:
-    """Drawn layouts whose estimate is not that of their dry run: memory to 3 %, time to 3 % or a millisecond."""
+    """Drawn layouts whose estimate is not that of their dry run: memory to 3 % or 64 MiB, time to 3 % or a millisecond."""
     profiler, wrong = LayerProfiler(MACHINE, layer_runner(varlen=True, until=math.inf)), []
     for family, ranks, config, flags in islice(drawn_layouts(seed, families), count):
         estimate = profiled_estimate(config, ranks, profiler, stage_specs_of_run(config))
         run = dry_run(config, ranks, varlen=True)
         memory, seconds = run.worst_trace.peak, step_cost(run, MACHINE).time.seconds
         if not (estimate.needs, estimate.time.seconds) == (
-            pytest.approx(memory, rel=CLOSE),
+            pytest.approx(memory, rel=CLOSE, abs=2**26),
             pytest.approx(seconds, rel=CLOSE, abs=1e-3),
         ):
             more = f"memory {estimate.needs / memory - 1:+.1%}, time {estimate.time.seconds / seconds - 1:+.1%}"
