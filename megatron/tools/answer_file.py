@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron.core.config.flags import ConfigError
+from megatron.core.datasets.storage import atomic_file, errors_name_file
 from megatron.core.tokenizers.base import hash_parts
 
 KEY = "key"  # of the output's objects
@@ -95,17 +96,15 @@ def failed_lines(output: Path, lines: Iterator[tuple[int, str]]) -> list[tuple[i
 
 def replace_lines(output: Path, changed: Mapping[int, dict[str, Any]]) -> None:
     """Write the output anew with other objects at these line numbers, atomically."""
-    partial = output.with_name(output.name + ".partial")
-    with output.open(encoding="utf-8", newline="\n") as file, partial.open("w", encoding="utf-8", newline="\n") as new:
-        new.writelines(_line_of(changed[number]) if number in changed else line for number, line in enumerate(file))
-        new.flush()
-        os.fsync(new.fileno())
-    partial.replace(output)
+    with output.open("rb") as file, atomic_file(output) as new:
+        new.writelines(
+            _line_of(changed[number]).encode() if number in changed else line for number, line in enumerate(file)
+        )
 
 
 def append_lines(output: Path, answers: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Append objects as they come, each at once; yield them."""
-    with output.open("a", encoding="utf-8", newline="\n") as file:
+    with errors_name_file(output), output.open("a", encoding="utf-8", newline="\n") as file:
         for answer in answers:
             file.write(_line_of(answer))
             file.flush()
