@@ -13,7 +13,7 @@ from megatron.core.families.peft_mapping import PeftMatrixMapping
 from megatron.core.models.parameter_names import VOCABULARY, WORD_EMBEDDING
 
 # Further copies of a saved embedding, which PEFT writes where tokens were added and passes over when it loads.
-_COPIES = (".modules_to_save", ".original_module")
+_COPIES = (".modules_to_save.", ".original_module.")
 _HEAD = "lm_head.weight"
 
 
@@ -51,9 +51,12 @@ def add_whole_parameters(
 
 
 def _is_further_copy(name: str, whole: Collection[str], config: PeftConfig) -> bool:
-    """Whether a tensor is one more copy of a saved module, which PEFT passes over."""
-    module, _, last = name.rpartition(".")
-    return module.endswith(_COPIES) and f"{module.rpartition('.')[0]}.{last}" in whole and config.is_saved(module)
+    """Whether a tensor is one more copy of a parameter of a saved module, which PEFT passes over."""
+    parts = [name.partition(copy) for copy in _COPIES]
+    return any(
+        copy and config.is_saved(module) and f"{module}.{rest.removeprefix('default.')}" in whole
+        for module, copy, rest in parts
+    )
 
 
 def _name_problem(name: str, adapted: Collection[str], places: PeftMatrixMapping) -> str | None:
