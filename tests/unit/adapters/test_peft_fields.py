@@ -161,10 +161,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "modules_to_save": ({"modules_to_save": ["lm_head", "norm"]}, ""),
     "an embedding": ({"modules_to_save": ["embed_tokens"]}, ""),
     "a fused matrix": ({"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}, ""),
-    "a fused matrix with biases": (
-        {"target_modules": ["q_proj"], "modules_to_save": ["mlp"], "bias": "all"},
-        "q_proj.bias",
-    ),
+    "a fused matrix with biases": ({"target_modules": ["q_proj"], "modules_to_save": ["mlp"], "bias": "all"}, ""),
     "gaussian": ({"init_lora_weights": "gaussian"}, ""),
     "orthogonal": ({"init_lora_weights": "orthogonal"}, ""),
     "random": ({"init_lora_weights": False}, ""),
