@@ -47,7 +47,8 @@ def test_one_layer_of_each_kind_tells_what_the_whole_step_takes() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10))
 def test_a_hundred_drawn_layouts_take_what_their_layers_tell(seed: int) -> None:
-    assert not wrong_estimates(seed, tuple(FAMILIES), 10)
+    families = tuple(name for name in FAMILIES if name != "fp8")  # whose weights are cast once a step: docs/planning.md
+    assert not wrong_estimates(seed, families, 10)
 
 
 def test_a_layout_of_llama_70b_that_its_dry_run_refuses_is_refused_by_its_layers() -> None:
