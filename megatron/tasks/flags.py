@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config.flags import config_from_namespace, flag, raw_flag_values
-from megatron.core.config.settings.run import RequestedRun
+from megatron.core.config.flags import ConfigError, config_from_namespace, flag, raw_flag_values
+from megatron.core.config.settings.data import TokenizerConfig
+from megatron.core.tokenizers.build import build_tokenizer
 
 ZERO_SHOT = ("WIKITEXT103", "LAMBADA")
 
@@ -55,8 +55,8 @@ def task_flag_defaults(words: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def task_flag_problems(args: Namespace, world_size: int) -> Iterator[str]:
-    """Yield what is wrong with the task's own flags, and what its tokenizer lacks. args: of the whole command line."""
+def task_flag_problems(args: Any, world_size: int) -> Iterator[str]:
+    """Yield what is wrong with the task's own flags, and what its tokenizer lacks. args: namespace of the whole command line."""
     task = config_from_namespace(TaskConfig, args)
     if args.context_parallel_size > 1 or args.hybrid_context_parallel:
         yield "tasks read every text whole on each rank; leave out --context-parallel-size and --hybrid-context-parallel"
@@ -68,10 +68,10 @@ def task_flag_problems(args: Namespace, world_size: int) -> Iterator[str]:
         yield f"--epochs {task.epochs} of --task {task.task} need --train-data"
     if not (task.epochs or args.load or args.pretrained_checkpoint):
         yield f"--task {task.task} without --epochs evaluates a finetuned model: give it by --load"
-    from megatron.training.cli.preflight import preflight  # needs numpy, which --help does not wait for
-
-    tokenizer = preflight(config_from_namespace(RequestedRun, args), world_size).tokenizer
-    lacking = [] if tokenizer is None else missing_encoder_tokens(tokenizer)
+    try:
+        lacking = missing_encoder_tokens(build_tokenizer(config_from_namespace(TokenizerConfig, args)))
+    except ConfigError:  # which the checks of every run tell
+        return
     if lacking:
         yield needed_tokens_text(lacking)
 
