@@ -51,8 +51,8 @@ class ToolArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print usage, the error and a hint to --help, and exit with 2."""
-        told = f"{self.format_usage()}{self.prog}: error: {message}\n--help says what each option takes\n"
-        self.exit(2, with_command_names(told, command_name()))
+        message = f"{self.format_usage()}{self.prog}: error: {message}\n--help says what each option takes\n"
+        self.exit(2, with_command_names(message, command_name()))
 
     def _one_line_usage(self) -> str:
         words = []

@@ -32,9 +32,9 @@ def with_command_names(text: str, command: str | None) -> str:
     return _TORCHRUN.sub("torchrun --no-python", _SCRIPT.sub(_command_of_match, text))
 
 
-def _command_of_match(found: re.Match[str]) -> str:
+def _command_of_match(match: re.Match[str]) -> str:
     """Return the command of a script that a text names; other files stay as they are."""
-    name, whole = found[1], found[0]
+    name, whole = match[1], match[0]
     if name == "tasks/main":
         return "megatron-tasks"
     if "tools/" not in whole and not _ENTRIES.fullmatch(f"{name}.py"):

@@ -51,8 +51,8 @@ class HelpAction(argparse.Action):
             text = parser.format_help()
         else:
             text = search_help(parser, words) if words else common_flags_help(parser)
-        told = text or f"nothing speaks of {' '.join(values)}\n\n{MORE}\n"
-        sys.stdout.write(with_command_names(told, command_name()))
+        message = text or f"nothing speaks of {' '.join(values)}\n\n{MORE}\n"
+        sys.stdout.write(with_command_names(message, command_name()))
         parser.exit(0 if text else 1)
 
 

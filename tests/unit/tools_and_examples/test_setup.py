@@ -298,10 +298,7 @@ def test_every_script_has_a_command_of_its_name() -> None:
     assert with_command_names("see model.py; torchrun --nnodes 2 finetune.py --x", "megatron-plan") == (
         "see model.py; torchrun --no-python --nnodes 2 megatron-finetune --x"
     )
-    assert (
-        command_name(("python", "bin/megatron-plan")) == "megatron-plan"
-        and command_name(("python", "x.py")) is None
-    )
+    assert command_name(("python", "bin/megatron-plan")) == "megatron-plan" and command_name(("python", "x.py")) is None
 
 
 def test_a_command_of_an_installation_is_read_as_the_script() -> None:
