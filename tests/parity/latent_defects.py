@@ -191,7 +191,7 @@ LATENTS: tuple[Defect, ...] = (
     ),
     Defect(
         "each microbatch divides tokens ahead by its own number",
-        (("dp2", "mtp"), ("mb8", "mtp2-tied-packed")),
+        (("mb8", "mtp2-tied-packed"),),
         ((tiny, "language_loss_with_mtp", _count_each_depth_where_it_is),),
     ),
     Defect(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.tools.answer_file import checkpoint_identity
 from tests.helpers import tiny
 from tests.helpers.architecture import ROOT
 from tests.unit.inference.published_t5 import published
@@ -163,6 +164,16 @@ def test_answers_to_something_else_are_not_taken_for_answers(
     answers(tool, network, lines(rows), tmp_path / "out", *options, code=1)
     assert (tmp_path / "out").read_bytes() == before
     assert "line 1 of" in (said := capsys.readouterr().err) and "by this checkpoint and these options" in said
+
+
+def test_a_checkpoint_that_differs_anywhere_is_another(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(2**18))
+    before = checkpoint_identity(tmp_path)
+    for place in range(0, 2**18, 2**13 + 1):
+        content = bytearray(2**18)
+        content[place] = 1
+        (tmp_path / "model.safetensors").write_bytes(content)
+        assert checkpoint_identity(tmp_path) != before, place
 
 
 def test_a_checkpoint_is_known_wherever_it_lies(tool: ModuleType, folder: str, tmp_path: Path) -> None:
