@@ -95,7 +95,9 @@ def write_gpt_oss_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[st
         "intermediate_size": model.moe.moe_ffn_hidden_size,
         "num_experts_per_tok": model.moe.moe_router_topk,
     }
-    if not config.get("rope_parameters") and not config["rope_scaling"]:  # which the class would take for its own scaling
+    if (
+        not config.get("rope_parameters") and not config["rope_scaling"]
+    ):  # which the class would take for its own scaling
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
         del config["rope_scaling"]
     alike = {"swiglu_alpha": 1.702, "experts_per_token": model.moe.moe_router_topk}
