@@ -27,6 +27,7 @@ from megatron.core.config.settings.multimodal import MultimodalDataConfig
 _PART = re.compile(r"(.+?\.(?:tar|bin))@(\d+)\+(\d+)/")
 _ORIENTATION = 0x0112  # the EXIF tag
 _BITS_PER_SAMPLE = 258  # the TIFF tag
+_SIZE, _TILE_SIZE = (256, 257), (322, 323)  # the TIFF tags
 _TURNED = (5, 6, 7, 8)  # its values that let width and height change places
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # by Pillow's names
 _MOST_SCANS = 100  # of a JPEG, each of which takes a pass over all pixels; a progressive one has about ten
@@ -127,6 +128,12 @@ def _open_image_header(content: bytes, options: ImageOptions) -> Image.Image:
         raise ImageError(f"it has {image.width} x {image.height} pixels, more than {options.max_pixels}")
     if image.format in ("JPEG", "MPO") and (scans := content.count(b"\xff\xda")) > _MOST_SCANS:
         raise ImageError(f"it has {scans} scans, more than {_MOST_SCANS}")
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        tile = [side for tag in _TILE_SIZE if isinstance(side := image.tag_v2.get(tag), int)]
+        if math.prod(tile) > options.max_pixels:
+            raise ImageError(
+                f"it is stored in tiles of {' x '.join(map(str, tile))} pixels, more than {options.max_pixels}"
+            )
     _refuse_unknown_white(image)
     return image
 
@@ -200,7 +207,10 @@ def upright_image_size(content: bytes, options: ImageOptions) -> tuple[int, int]
         turned = image.getexif().get(_ORIENTATION) in _TURNED
     except Exception:  # noqa: BLE001 - damaged EXIF data turn nothing
         turned = False
-    width, height = (image.height, image.width) if turned else (image.width, image.height)
+    width, height = image.size
+    if isinstance(image, TiffImagePlugin.TiffImageFile):  # whose size newer releases of Pillow have turned already
+        width, height = (int(image.tag_v2[tag]) for tag in _SIZE)
+    width, height = (height, width) if turned else (width, height)
     _refuse_large_resizes(width, height, options)
     return width, height
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
+import zlib
 from typing import Any
 
 import numpy as np
@@ -90,6 +92,27 @@ def test_a_jpeg_of_very_many_scans_is_refused() -> None:
     last = file.rindex(b"\xff\xda")
     with pytest.raises(ImageError, match="scans"):
         images.decode_image(file[:last] + file[last:-2] * 200 + file[-2:], options())
+
+
+def test_a_tile_of_a_tiff_is_no_larger_than_a_picture() -> None:
+    """What is unpacked at once is a tile, however small the picture is."""
+    tags = {256: 10, 257: 10, 258: 8, 259: 8, 262: 1, 277: 1, 322: 32_768, 323: 32_768, 324: 134, 325: 20}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    file = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + zlib.compress(bytes(100)).ljust(20, b"\0")
+    for read in (images.decode_image, images.upright_image_size):
+        with pytest.raises(ImageError, match="stored in tiles of 32768 x 32768 pixels"):
+            read(file, options())
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
+def test_a_header_tells_the_size_that_the_upright_picture_has(kind: str) -> None:
+    for turn in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = turn
+        more = {"tiffinfo": {0x0112: turn}} if kind == "TIFF" else {"exif": exif}
+        file = content(picture(60, 20), kind, **more)
+        size = images.decode_image(file, options()).size
+        assert images.upright_image_size(file, options()) == size == ((20, 60) if turn > 4 else (60, 20)), turn
 
 
 def fuzz(seed: int, rounds: int) -> None:
