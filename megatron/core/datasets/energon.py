@@ -340,11 +340,19 @@ def _parse_subset_bound(end: Any, total: int, where: str) -> int:
     return int(total * float(match[1]) / 100)
 
 
-def _expand_braces(patterns: Sequence[Any]) -> list[str]:
-    """Return the names that patterns such as a-{0..3}.tar or {a,b}.tar stand for."""
+def _expand_braces(patterns: Any) -> list[str]:
+    """Return the names that patterns such as a-{0..3}.tar or {a,b}.tar stand for, as braceexpand has them. `DataError` unless they
+    are a list of texts, or where braces stand within braces.
+    """
+    if not isinstance(patterns, (list, tuple)) or not all(isinstance(one, str) for one in patterns):
+        raise DataError(f"{short_value(patterns)} in a split.yaml is no list of names")
     result: list[str] = []
-    for pattern in map(str, patterns):
+    for pattern in patterns:
         pieces = re.split(r"\{([^{}]*)\}", pattern)
+        if any("{" in piece or "}" in piece for piece in pieces[::2]):
+            raise DataError(
+                f"the pattern {short_value(pattern)} of a split.yaml has braces within braces; list the names"
+            )
         options = [_brace_alternatives(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
         if len(result) + prod(map(len, options)) > _MOST_NAMES:
             raise DataError(
@@ -359,16 +367,19 @@ def _is_count(value: Any) -> bool:
 
 
 def _brace_alternatives(inside: str) -> Sequence[str]:
-    """Return what stands for each other in braces: words with commas between, or the numbers of a range."""
-    match = re.fullmatch(r"(\d+)\.\.(\d+)", inside)
+    """Return what stands for each other in braces: words with commas between, or the numbers of a range, up or down."""
+    match = re.fullmatch(r"(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?", inside, re.ASCII)
     if match is None:
-        return inside.split(",")
-    first, last = match[1], match[2]
-    width = max(len(first), len(last)) if "0" in (first[0], last[0]) and max(len(first), len(last)) > 1 else 0
-    count = int(last) + 1 - int(first) if max(len(first), len(last)) <= _MOST_DIGITS else _MOST_NAMES + 1
-    if count > _MOST_NAMES:
+        if ".." in inside:
+            raise DataError(f"the range {short_value(inside)} of a split.yaml is none of numbers; list the names")
+        return inside.split(",") if "," in inside else [f"{{{inside}}}"]
+    ends, long = match.group(1, 2), max(map(len, match.groups(""))) > _MOST_DIGITS
+    first, last, step = (0, 0, 1) if long else (int(ends[0]), int(ends[1]), int(match[3] or 1) or 1)
+    if long or abs(last - first) // step >= _MOST_NAMES:
         raise DataError(f"the range {short_value(inside)} of a split.yaml stands for more than {_MOST_NAMES} names")
-    return [str(int(first) + number).zfill(width) for number in range(count)]
+    padded = any(end.lstrip("-").startswith("0") and end not in ("0", "-0") for end in ends)  # 08..10, and not 0..10
+    numbers = range(first, last + 1, step) if first < last else range(first, last - 1, -step)
+    return [str(number).zfill(max(map(len, ends)) * padded) for number in numbers]
 
 
 def _read_energon_meta_file(folder: str, name: str) -> Mapping[str, Any]:

@@ -119,6 +119,33 @@ def test_patterns_without_end_are_refused(pattern: str, tmp_path: Path) -> None:
     assert _expand_braces(["a-{08..10}-{x,y}"]) == [f"a-{n}-{c}" for n in ("08", "09", "10") for c in "xy"]
 
 
+RANGES = {  # of the package braceexpand, which Energon calls
+    "{0..10}": "0 1 2 3 4 5 6 7 8 9 10",
+    "{00..3}": "00 01 02 03",
+    "{0..05}": "00 01 02 03 04 05",
+    "{3..1}": "3 2 1",
+    "{1..-1}": "1 0 -1",
+    "{0..6..3}": "0 3 6",
+    "{5..5}": "5",
+    "{x}{}": "{x}{}",
+    "{a,,b}": "a  b",
+}
+
+
+@pytest.mark.parametrize("pattern", RANGES)
+def test_patterns_stand_for_the_names_of_braceexpand(pattern: str) -> None:
+    assert _expand_braces([pattern]) == RANGES[pattern].split(" ")
+
+
+@pytest.mark.parametrize(
+    "exclude", ["s-0.tar", {"s-0.tar": 1}, [["s-0.tar"]], [3], ["s-{a..c}.tar"], ["s-{0,{1,2}}.tar"]]
+)
+def test_what_leaves_out_tars_and_cannot_be_read_is_refused(exclude: Any, tmp_path: Path) -> None:
+    path = folder(tmp_path / "data", [captions("one"), captions("two")], train=["s-{0..1}.tar"], exclude=exclude)
+    with pytest.raises(DataError, match="split.yaml"):
+        _ = EnergonSplitPart(str(path), "train").shard_sample_counts
+
+
 def laughs(deep: int = 9, wide: int = 10) -> str:
     """A YAML file of a few hundred bytes that stands for wide^deep values."""
     lines = ["a0: &a0 [x]"]
