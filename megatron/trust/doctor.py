@@ -315,7 +315,7 @@ def diagnose_shared_checkpoints(subject: DoctorContext) -> list[DoctorFinding]:
         rows = _diagnose_agreement(
             subject,
             "checkpoints",
-            lambda: newest_iteration(load),
+            lambda: newest_iteration(load, requested.ckpt_step),
             lambda iteration: (
                 f"--load {requested.load}: "
                 + ("none of ours yet" if iteration is None else f"newest is of iteration {iteration}")

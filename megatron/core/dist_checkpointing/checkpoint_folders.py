@@ -199,13 +199,13 @@ def scan_checkpoint_folder(folder: str | Path, *, files: FileSystem = DISK) -> C
     return CheckpointFolderScan(tuple(steps), tuple(sorted(damaged, reverse=True)), tuple(sorted(newer, reverse=True)))
 
 
-def newest_iteration(folder: str | Path) -> int | None:
+def newest_iteration(folder: str | Path, step: int | None = None) -> int | None:
     """Return the iteration committed last; None in a folder without checkpoints. `NewerFormatError` if it holds one of a
-    newer format.
+    newer format. step: only iteration `step` is to be loaded (`--ckpt-step`), and others may be of one.
     """
     scan = scan_checkpoint_folder(folder)
-    scan.require_no_newer_format()
-    return next((step.iteration for step in scan.steps), None)
+    scan.require_no_newer_format(step)
+    return next((one.iteration for one in scan.steps), None)
 
 
 def tracker_iteration(folder: str | Path, *, files: FileSystem = DISK) -> int | None:

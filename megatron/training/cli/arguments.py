@@ -393,7 +393,7 @@ def _checkpoint_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict
     for path, step in ((args.load, args.ckpt_step), (args.pretrained_checkpoint, None)):
         if not path:
             continue
-        if newest_iteration(path) is not None:
+        if newest_iteration(path, step) is not None:
             return checkpoint_model_settings(path, step), {}
         from megatron.training.checkpoint.formats import foreign_checkpoint_settings  # needs torch, as above
 
@@ -407,7 +407,7 @@ def _checkpoint_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict
 def _adopt_loss_averaging(args: argparse.Namespace) -> None:
     """Set --calculate-per-token-loss to the checkpoint's value; nothing if it does not say."""
     try:
-        if newest_iteration(args.load) is not None:
+        if newest_iteration(args.load, args.ckpt_step) is not None:
             saved = saved_run_settings(args.load, args.ckpt_step)
         else:
             from megatron.core.families.megatron.open import read_megatron_arguments  # needs torch, as above

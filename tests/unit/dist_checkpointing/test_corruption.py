@@ -248,6 +248,7 @@ def test_a_newer_checkpoint_stops_an_older_program_which_neither_goes_back_nor_r
         with pytest.raises(NewerFormatError, match="a newer program has saved here(.|\n)*format version 99"):
             find(tmp_path)
     assert [one.iteration for one in checkpoint_folders.checkpoints_to_try(tmp_path, 10)] == [10]
+    assert checkpoint_folders.newest_iteration(tmp_path, 10) == 10
     with pytest.raises(NewerFormatError, match="format version 99"):
         save_as_two(tmp_path, 20, 3)
     assert {path: path.read_bytes() for path in newer.iterdir()} == before
