@@ -46,7 +46,14 @@ def run_with_limit(limit: int, code: str, *words: str, folder: Path) -> subproce
     return subprocess.run(
         [sys.executable, "-c", LIMIT.format(limit=limit) + code, *words],
         cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(folder)},
+        # Compiled files would be cut short, too, and stop every later program.
+        env={
+            "PYTHONPATH": str(ROOT),
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",
+            "MPLCONFIGDIR": str(folder),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
         capture_output=True,
         text=True,
         timeout=300,
