@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import logging
 import math
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,11 +34,12 @@ from megatron.inference.requests import (
 )
 from megatron.inference.sampling import SamplingParams
 from megatron.rl.environments.base import Environment
-from megatron.rl.environments.threads import run_in_thread
+from megatron.rl.environments.threads import run_in_thread, run_leaving_strays
 from megatron.rl.prompt_encoding import AnswerEnd, ChatPrompts, Message, chat_prompts, text_prompt_ids
 
 _TOGETHER = 64  # sequences decoded at once by each replica
 _IDLE_SECONDS = 0.01  # between looks at environments that wait for something else than the engine
+_LARGEST_REWARD = 1e30  # sums and squares of larger ones would be infinite
 _LOG = logging.getLogger(__name__)
 
 
@@ -217,8 +219,9 @@ class _RolloutConversation:
 
     async def generate(self, *, num_tokens: int | None = None, stop: tuple[str, ...] = ()) -> str:
         """Sample the next tokens and append them, with the token that ended them."""
+        stop = (stop,) if isinstance(stop, str) else stop
         room = self.limits.length - len(self.ids)
-        most = min(self.limits.num_tokens if num_tokens is None else num_tokens, room)
+        most = min(self.limits.num_tokens if num_tokens is None else operator.index(num_tokens), room)
         if most < 1:
             self.is_finished = False
             return ""
@@ -313,7 +316,7 @@ def play_rollouts(
     times = RolloutTimes()
     engine.resume()
     try:
-        results = asyncio.run(_play_all_rollouts(engine, tokenizer, tasks, limits, version, until, times))
+        results = run_leaving_strays(_play_all_rollouts(engine, tokenizer, tasks, limits, version, until, times))
     finally:
         if lasting:
             engine.pause()
@@ -450,19 +453,27 @@ async def _play_environment(task: RolloutTask, conversation: _RolloutConversatio
     prompt = ""
     try:
         problem = await conversation.call(task.environment.problem, task.number)
-        prompt = problem.prompt
+        prompt = str(problem.prompt)
         reward = float(await task.environment.play(problem, conversation))
-    except (_RolloutPaused, KeyboardInterrupt, GeneratorExit):
+    except (_RolloutPaused, KeyboardInterrupt):
         raise
     except EngineBusyError as busy:
         return _Outcome(prompt, trouble=str(busy))
     except BaseException as error:  # noqa: BLE001 - of the user's code, which may exit or cancel something of its own
         if conversation.is_paused and isinstance(error, asyncio.CancelledError):
             raise
-        return _Outcome(prompt, trouble=f"{type(error).__name__}: {error}")
-    if not math.isfinite(reward):
+        return _Outcome(prompt, trouble=_error_text(error))
+    if not abs(reward) <= _LARGEST_REWARD:
         return _Outcome(prompt, trouble=f"the environment gave a reward of {reward}")
     return _Outcome(prompt, reward)
+
+
+def _error_text(error: BaseException) -> str:
+    """Return kind and text of an error of the user's code, whose text may raise one of its own."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - as above
+        return type(error).__name__
 
 
 def _encodable(text: str) -> str:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_STRAY_SECONDS = 3.0  # for tasks that are cancelled to end
+_STRAYS: list[asyncio.Task[Any]] = []  # that did not; deleted ones would be closed, which they may not survive either
 
 
 class _CallAbandoned(BaseException):
@@ -53,3 +57,22 @@ def _end_thread(thread: threading.Thread) -> None:
     """Raise `_CallAbandoned` in a thread, if it still runs."""
     if thread.is_alive() and thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_CallAbandoned))
+
+
+def run_leaving_strays(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in an event loop of its own and return its result, as `asyncio.run`. What others left running is cancelled and
+    waited for some seconds at most, and threads are not: one that goes on would hold up the run for ever.
+    """
+    loop = asyncio.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(work)
+    finally:
+        if left := asyncio.all_tasks(loop):
+            for task in left:
+                task.cancel()
+            _, strays = loop.run_until_complete(asyncio.wait(left, timeout=_STRAY_SECONDS))
+            _STRAYS.extend(strays)
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        asyncio.set_event_loop(None)
+        loop.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import sys
 import threading
@@ -30,6 +31,8 @@ class Odd(EvenIds):
     def problem(self, number: int) -> Problem:
         """As the base class says."""
         found = super().problem(number)
+        if number % 4 == 1 and self.where == "whole prompt":
+            return Problem(self.deed(), {"odd": False})
         if number % 4 == 1 and self.where in ("problem", "prompt"):
             return Problem(found.prompt + str(self.deed() or ""), {"odd": False})
         return Problem(found.prompt, {"odd": number % 4 == 1})
@@ -37,7 +40,7 @@ class Odd(EvenIds):
     def reward(self, problem: Problem, answer: str) -> float:
         """As the base class says."""
         if problem.facts["odd"] and self.where == "reward":
-            self.deed()
+            return self.deed() or super().reward(problem, answer)
         return super().reward(problem, answer)
 
     async def play(self, problem: Problem, conversation: Any) -> float:
@@ -83,6 +86,13 @@ class _Late:
         return None
 
 
+class Wordless(Exception):
+    """Its text raises an error of its own."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
 CASES: dict[str, tuple[Callable[[], Any], str, float, str]] = {
     "cancels": (raising(asyncio.CancelledError("mine")), "reward", 0.0, "CancelledError: mine"),
     "cancels in a thread": (raising(asyncio.CancelledError("mine")), "reward", 20.0, "CancelledError"),
@@ -94,6 +104,10 @@ CASES: dict[str, tuple[Callable[[], Any], str, float, str]] = {
     "problem that hangs": (lambda: time.sleep(1e4), "problem", 3.0, "took longer than 3 s"),
     "play that hangs": (sleep_for_ever, "play", 3.0, "took longer than 3 s"),
     "half a surrogate pair": (lambda: " 1\ud83d", "prompt", 0.0, "ValueError"),
+    "an error without a text": (raising(Wordless()), "reward", 0.0, "Wordless"),
+    "a prompt that is no text": (lambda: 5, "whole prompt", 0.0, "TypeError"),
+    "closes": (raising(GeneratorExit("mine")), "reward", 0.0, "GeneratorExit: mine"),
+    "a huge reward": (lambda: 1e200, "reward", 0.0, "gave a reward of 1e+200"),
 }
 
 
@@ -129,3 +143,29 @@ def test_a_round_without_any_reward_ends_the_run(tmp_path: Path) -> None:
     data.queue.environments = (dataclasses.replace(data.queue.environments[0], environment=lost),)
     with pytest.raises(DataError, match="all 16 rollouts of round 0 failed.*no server at http://judge"):
         train_step(trainer, data)
+
+
+def stay_for_ever(ended: threading.Event) -> Callable[[], Any]:
+    """A coroutine function that no cancellation ends, until the test does."""
+
+    async def deed() -> None:
+        while not ended.is_set():
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(0.05)
+
+    return deed
+
+
+@pytest.mark.parametrize("kind", ["a thread", "a coroutine"])
+def test_what_goes_on_after_its_time_holds_up_no_round(kind: str, tmp_path: Path) -> None:
+    ended = threading.Event()
+    deed = stay_for_ever(ended) if kind == "a coroutine" else lambda: asyncio.to_thread(ended.wait, 300)
+    rl = dataclasses.replace(RL, rl_rollout_seconds=3.0, rl_rollout_bank_dir=str(tmp_path), grpo_group_size=2)
+    trainer, data = trainer_of(rl, global_batch_size=8)
+    data.queue.environments = (dataclasses.replace(data.queue.environments[0], environment=Odd(deed, "play")),)
+    begun = time.monotonic()
+    try:
+        assert train_step(trainer, data).losses["reward"][1] == 6
+        assert time.monotonic() - begun < 100
+    finally:
+        ended.set()
