@@ -18,7 +18,7 @@ from megatron.core.tokenizers.base import hash_parts
 
 KEY = "key"  # of the output's objects
 _KEY_LENGTH = 16  # hex digits
-_SAMPLES, _SAMPLE_BYTES = 8, 4096  # of each file of a checkpoint, spread over it
+_SAMPLES, _SAMPLE_BYTES = 1024, 2**14  # of each file of a checkpoint, spread over it; smaller files are read whole
 
 LineKey = Callable[[int, str], str]
 
@@ -56,8 +56,11 @@ def _file_samples(path: Path, folder: Path) -> Iterator[bytes]:
     size = path.stat().st_size
     yield str(path.relative_to(folder)).encode()
     yield b"%d" % size
+    whole = size <= _SAMPLES * _SAMPLE_BYTES
     with path.open("rb") as file:
-        for place in dict.fromkeys(max(0, size - _SAMPLE_BYTES) * part // (_SAMPLES - 1) for part in range(_SAMPLES)):
+        if whole:
+            yield file.read()
+        for place in () if whole else [(size - _SAMPLE_BYTES) * part // (_SAMPLES - 1) for part in range(_SAMPLES)]:
             file.seek(place)
             yield file.read(_SAMPLE_BYTES)
 
