@@ -29,6 +29,7 @@ OPENS, CLOSES = "\ufdd0", "\ufdd1"  # characters that Unicode keeps out of text
 MOST_CHARACTERS = 2**26  # of what a template writes
 MOST_BYTES = 2**30  # of memory
 _KEPT_TEMPLATES = 16
+_MOST_OF_A_PROBLEM = 1000  # characters
 
 
 class _GenerationTag(Extension):
@@ -87,6 +88,14 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
+def _explain(error: Exception) -> str:
+    """Return why a template cannot be used, shortened: it may raise a text of any length."""
+    try:
+        return f"{error}"[:_MOST_OF_A_PROBLEM] or type(error).__name__
+    except Exception:
+        return type(error).__name__
+
+
 def _format_time(now: str | None, form: str) -> str:
     return (datetime.now() if now is None else datetime.fromisoformat(now)).strftime(form)
 
@@ -98,7 +107,7 @@ def _answer(request: Any) -> Any:
     except MemoryError:
         return {"limit": "memory"}
     except Exception as error:  # whatever a template of others raises is told to who asked
-        return {"no_template": f"{error}" or type(error).__name__}
+        return {"no_template": _explain(error)}
     clock = partial(_format_time, request["now"])
     results: list[dict[str, str]] = []
     for context in request["contexts"]:
@@ -107,7 +116,7 @@ def _answer(request: Any) -> Any:
         except MemoryError:
             return {"limit": "memory"}
         except Exception as error:
-            results.append({"problem": f"{error}" or type(error).__name__})
+            results.append({"problem": _explain(error)})
             continue
         if len(text) > MOST_CHARACTERS:
             return {"limit": "text"}

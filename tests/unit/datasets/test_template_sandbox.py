@@ -158,3 +158,8 @@ def test_other_templates_write_what_jinja_writes(text: str) -> None:
     theirs = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(plain).render(messages=MESSAGES)
     marks, (ours,) = template_process().render(text, [{"messages": MESSAGES}])
     assert ours.replace("\ufdd0", "").replace("\ufdd1", "") == theirs and marks == (plain != text)
+
+
+def test_a_problem_of_any_length_is_told_in_a_line() -> None:
+    (problem,) = template_process().render("{{ raise_exception('a' * 2**27) }}", [{}])[1]
+    assert isinstance(problem, RenderError) and len(problem) == 1000
