@@ -42,7 +42,7 @@ from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint_field
 
 AT_ONCE = 256  # lines that are tokenized together
 MOST_TOLD = 20  # bad lines that an error names
-_VERSION = 2  # of how ids are made of the same file, tokenizer and template
+_VERSION = 3  # of how ids are made of the same file, tokenizer and template
 SHAPES = {"ids": ((None,), np.int32), "starts": ((None,), np.int64), "lines": ((None,), np.int64)}
 
 logger = logging.getLogger(__name__)
@@ -50,10 +50,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
-    """The segments of a row, and of its prompt alone if what is learnt is what differs from that."""
+    """The segments of a row, and of its prompt alone if what is learnt is what differs from that. begin: ids before both."""
 
     segments: list[TemplateSegment]
     prompt: list[TemplateSegment] | None = None
+    begin: tuple[int, ...] = ()
 
 
 class ConversationEncoder:
@@ -76,6 +77,10 @@ class ConversationEncoder:
         eos = tokenizer.id_to_token(end) or EOS
         tool_text = tokenizer.tool_chat_template if template == "tokenizer" else None
         special = {name: token for token in tokenizer.special_ids if len(name := tokenizer.id_to_token(token)) > 1}
+        # Padding, and tokens that are special by the files beside tokenizer.json alone, are found in a text as well.
+        special |= {
+            name: tokenizer.special[name] for name in tokenizer.special.keys() & {*tokenizer.names_found_in_text}
+        }
         self.marks = {**_tokens_of_template(tokenizer, text + (tool_text or "")), **special, eos: end}
         if tokenizer.bos is not None:
             self.marks[bos] = tokenizer.bos
@@ -109,7 +114,11 @@ class ConversationEncoder:
     def render_row(self, row: ConversationRow | TextRow) -> RenderedRow:
         """Return the segments of a row. `DataError` from the template."""
         if isinstance(row, TextRow):
-            return RenderedRow(self._text_segments(row.prompt, row.completion), self._text_segments(row.prompt))
+            end = "" if row.completion.endswith(self._eos) else self._eos
+            whole, begin = row.prompt + row.completion + end, self.tokenizer.tokenize("")[: self._segments.frame[0]]
+            if row.prompt.startswith(tuple(map(self.tokenizer.id_to_token, begin))):
+                begin = []
+            return RenderedRow(self.template.split_text(whole), self.template.split_text(row.prompt), tuple(begin))
         given = row.tools, row.variables
         if row.prompt is None:
             return RenderedRow(self.template.render_segments(row.messages, *given))
@@ -126,7 +135,8 @@ class ConversationEncoder:
         prompts = [row.prompt for row in rows if row.prompt is not None]
         encoded = self.encode_conversations([*(row.segments for row in rows), *prompts])
         starts = iter(encoded[len(rows) :])
-        return [ids if row.prompt is None else _learn_behind(ids, next(starts)) for row, ids in zip(rows, encoded)]
+        learnt = (ids if row.prompt is None else _learn_behind(ids, next(starts)) for row, ids in zip(rows, encoded))
+        return [np.concatenate([~np.array(row.begin, np.int32), ids]) for row, ids in zip(rows, learnt)]
 
     def encode_prompt(
         self,
@@ -161,15 +171,6 @@ class ConversationEncoder:
         if marks:
             return (self.marks[marks[-1]],), ()
         return (), (end.strip(),) if end.strip() else ()
-
-    def _text_segments(self, prompt: str, completion: str | None = None) -> list[TemplateSegment]:
-        """Return the segments of a prompt, and a completion with its end, with what the tokenizer puts before a text."""
-        before = self.tokenizer.tokenize("")[: self._segments.frame[0]]
-        start = {self.tokenizer.id_to_token(token): token for token in before}
-        self.marks.update(start)
-        opening = [] if prompt.startswith(tuple(start)) else [TemplateSegment(name, False, True) for name in start]
-        end = "" if completion is None or completion.endswith(self._eos) else self._eos
-        return [*opening, *self.template.split_text(prompt + (completion or "") + end)]
 
 
 def _learn_behind(ids: np.ndarray, prompt: np.ndarray) -> np.ndarray:

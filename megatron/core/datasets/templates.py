@@ -16,6 +16,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -157,7 +158,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template cannot be used: {error}") from error
         self._names = {**names, "bos_token": bos, "eos_token": eos}
         self._marks = _pattern_of(marks)
-        self._guards = (self._marks, _pattern_of(control)) if control else (self._marks,)
+        self._guards = tuple(_Guard.of(names) for names in (marks, control) if names or names is marks)
         self._forms = ContentForms(lambda conversations: self._render_prepared(conversations, None, _NOTHING))
 
     def render(self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = False) -> str:
@@ -325,7 +326,7 @@ class ChatTemplate:
             broken = [
                 message
                 if message["role"] in TRUSTED_ROLES
-                else {**map_strings(message, lambda one: guard.sub(_break_up, one)), "role": message["role"]}
+                else {**map_strings(message, guard.break_up), "role": message["role"]}
                 for message in messages
             ]
             (second,) = self._render_prepared([(broken, invites)], tools, variables)
@@ -345,14 +346,15 @@ class ChatTemplate:
         if message["role"] in TRUSTED_ROLES:
             return []
         texts = strings_of({key: value for key, value in message.items() if key != "role"})
-        return [mark for text in texts for mark in self._marks.findall(text)]
+        return [mark for text in texts for mark in self._guards[0].names_in(text)]
 
     def _split(self, text: str, answers: Sequence[tuple[int, int]], forged: Collection[int]) -> list[TemplateSegment]:
         """Split a text into segments at token names and at the edges of answers. forged: where names are ordinary text."""
-        marks = {match.start(): match.end() for match in self._marks.finditer(text) if match.start() not in forged}
-        inside = {place for start, end in marks.items() for place in range(start + 1, end)}
+        names = {match.start(): match.end() for match in self._marks.finditer(text)}
+        marks = names.keys() - forged
+        inside = {place for start, end in names.items() for place in range(start + 1, end)}
         edges = {edge for span in answers for edge in span} - inside
-        cuts = sorted({0, len(text), *marks, *marks.values(), *edges})
+        cuts = sorted({0, len(text), *names, *names.values(), *edges})
         spans, pieces = sorted(answers, reverse=True), list[TemplateSegment]()
         for first, last in zip(cuts, cuts[1:]):
             while spans and spans[-1][1] <= first:
@@ -377,9 +379,31 @@ def _pattern_of(marks: Collection[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)) or "(?!)")
 
 
-def _break_up(match: re.Match[str]) -> str:
-    """Return a mark's name with APART inside."""
-    return match[0][0] + APART + match[0][1:]
+@dataclass(frozen=True, slots=True)
+class _Guard:
+    """Finds names of marks in texts of others, and beginnings of names at their ends, which the next text might complete."""
+
+    names: re.Pattern[str]
+    beginnings: frozenset[str]
+
+    @classmethod
+    def of(cls, names: Collection[str]) -> _Guard:
+        """Return the guard against these names."""
+        return cls(_pattern_of(names), frozenset(name[:size] for name in names for size in range(1, len(name))))
+
+    def names_in(self, text: str) -> list[str]:
+        """Return the names in a text, and the beginning of one that it ends with."""
+        longest = min(len(text), max(map(len, self.beginnings), default=0))
+        ends = (text[-size:] for size in range(longest, 0, -1) if text[-size:] in self.beginnings)
+        return [*self.names.findall(text), *islice(ends, 1)]
+
+    def break_up(self, text: str) -> str:
+        """Return a text with APART inside each name."""
+        *_, last = ["", *self.names_in(text)]
+        begun = len(last) if last in self.beginnings and text.endswith(last) else 0
+        whole, rest = text[: len(text) - begun], text[len(text) - begun :]
+        rest = rest[:1] + APART + rest[1:] if rest else ""
+        return self.names.sub(lambda match: match[0][0] + APART + match[0][1:], whole) + rest
 
 
 def _without_tags(text: str) -> str:

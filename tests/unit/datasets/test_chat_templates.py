@@ -330,3 +330,20 @@ def test_a_conversation_with_tools_has_the_template_for_tools(tmp_path: Path) ->
         assert np.where(ids < 0, ~ids, ids).tolist() == expected
         prompt = theirs.apply_chat_template(messages[:1], tools=tools, add_generation_prompt=True, return_dict=False)
         assert encoder.encode_prompt(messages[:1], tools) == prompt
+
+
+def test_padding_and_marks_that_are_spread_over_texts_cannot_be_forged(tmp_path: Path) -> None:
+    pair = Pair(tmp_path / "a", KINDS["thinks"])
+    messages = [user("x <pad> y")]
+    ids = pair.encoder.encode_prompt(messages)
+    assert pair.ours.pad not in ids and ids == pair.theirs.apply_chat_template(
+        messages, add_generation_prompt=True, sanitize_control_tokens=True, return_dict=False
+    )
+    pair, end = Pair(tmp_path / "b", KINDS["reads both"]), "<end_of_turn>"
+    spread = user([{"type": "text", "text": text} for text in ("a " + end[:5], end[5:] + " b <")])
+    ids = pair.encoder.encode_prompt([spread])
+    assert ids.count(pair.theirs.convert_tokens_to_ids(end)) == 1 and f"a {end} b <" in pair.theirs.decode(ids)
+    plain = ConversationEncoder(pair.ours, "plain")
+    assert plain.encode_prompt([user("a</"), user("s>b")]).count(pair.ours.eos) == 0
+    (ids,) = plain.encode_conversations([plain.template.render_segments([user("a</"), answer("s>b")])])
+    assert ids.tolist().count(pair.ours.eos) == 1 and pair.theirs.decode((~ids[ids < 0]).tolist()) == "a"

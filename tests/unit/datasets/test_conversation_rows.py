@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.processors import TemplateProcessing
 
 from megatron.core.datasets.conversation_rows import ConversationRow, ConversationRowParser
@@ -158,3 +159,16 @@ def test_a_tokenizer_that_begins_texts_begins_a_prompt_once(tmp_path: Path) -> N
     expected = completion_as_trl_reads_it(theirs, row)
     assert expected[0][0] == theirs.bos_token_id and learn(encoder, row) == [expected]
     assert learn(encoder, {**row, "prompt": "<s>Q1"}) == [expected]  # one begin, not two
+
+
+def test_a_space_that_is_put_before_a_text_stands_behind_its_begin(tmp_path: Path) -> None:
+    """As in Llama's and Mistral's newer files: the first word has a space, but not behind a mark in the text."""
+    theirs = save_tokenizer(tmp_path, KINDS["thinks"])
+    theirs.backend_tokenizer.pre_tokenizer = Metaspace(replacement="\u0120", prepend_scheme="first", split=False)
+    theirs.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", theirs.bos_token_id)]
+    )
+    theirs.save_pretrained(tmp_path)
+    encoder = ConversationEncoder(HuggingFaceTokenizer(tmp_path), "tokenizer")
+    for row in ({"prompt": "tQ", "completion": " A"}, {"prompt": "", "completion": "tA"}):
+        assert learn(encoder, row) == [completion_as_trl_reads_it(theirs, row)]
