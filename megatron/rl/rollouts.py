@@ -204,7 +204,13 @@ class _RolloutConversation:
     def _end_of(self, answer: RolloutAnswer) -> AnswerEnd:
         """Return how an answer ended."""
         last = answer.ids[-1] if answer.ids else None
-        if last is not None and last in {*self.tokenizer.special_ids, self.tokenizer.eod}:
+        ends = {
+            *self.tokenizer.special_ids,
+            self.tokenizer.eod,
+            *self.tokenizer.end_ids,
+            *(self._chat.stop_ids if self.messages else ()),
+        }
+        if last in ends:
             return AnswerEnd(token=last)
         words = self._chat.stop_words if self.messages and answer.ended else ()
         return AnswerEnd(word=next(filter(answer.text.endswith, words), ""))

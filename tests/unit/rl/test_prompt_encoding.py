@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,18 @@ def test_an_environment_file_names_the_prompt_format(tmp_path: Path) -> None:
     file.write_text("- agent_type: arithmetic\n  prompt_format: vicuna\n")
     with pytest.raises(ConfigError, match="prompt_format 'vicuna' is none of tokenizer, chatml"):
         read_environments(str(file))
+
+
+def test_an_answer_may_end_with_a_token_that_is_not_special(tmp_path: Path) -> None:
+    theirs = write_chat_tokenizer(tmp_path)
+    parsed = json.loads((tmp_path / "tokenizer.json").read_text())
+    parsed["added_tokens"] = [{**one, "special": "im_" not in one["content"]} for one in parsed["added_tokens"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parsed))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>", "chat_template": theirs.chat_template})
+    )
+    tokenizer = HuggingFaceTokenizer(tmp_path)
+    conversation = Policy(tokenizer, "No.", prompt_format="tokenizer").play("Near?", "Far?")
+    turns = [("user", "Near?"), ("assistant", "No."), ("user", "Far?")]
+    expected = [{"role": role, "content": content} for role, content in turns]
+    assert conversation.ids == theirs.apply_chat_template(expected, add_generation_prompt=True, return_dict=False)
