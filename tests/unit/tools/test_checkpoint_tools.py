@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import safetensors
 import safetensors.torch
 import torch
 
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.saved import NativeCheckpoint, open_native_checkpoint
 from megatron.core.families import hf_export
-from megatron.core.families.megatron.export import write_legacy_checkpoint
+from megatron.core.families.megatron.export import write_legacy_checkpoint, write_torch_dist_checkpoint
 from megatron.tools.checkpoint import diff, export, inspect, reshard, verify
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from tests.helpers import tiny
@@ -66,6 +68,18 @@ def checkpoint_formats(made: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     hf_export.export_hf_folder(source, there / "published")
     write_legacy_checkpoint(source, there / "megatron", iteration=2, tensor_size=2, pipeline_size=1, fused_norms=True)
     return {"ours": made, "published": there / "published", "megatron": there / "megatron"}
+
+
+@pytest.mark.parametrize("write", [write_torch_dist_checkpoint, write_legacy_checkpoint])
+def test_a_checkpoint_for_megatron_on_a_full_disk_is_not_there(write: Any, made: Path, tmp_path: Path) -> None:
+    source, (soft, hard) = open_native_checkpoint(made / "iter_0000002"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="iter_0000000 cannot be written"):
+            write(source, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
 
 
 def code(tool: Any, *arguments: object) -> int:

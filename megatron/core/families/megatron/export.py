@@ -15,7 +15,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -152,6 +153,20 @@ class _MegatronExport:
         )  # whole tensors serve both
         return {"args": args, "checkpoint_version": 3.0, "iteration": self.iteration}
 
+    @contextmanager
+    def removed_if_unfinished(self) -> Iterator[None]:
+        """Within: files are written, which are removed if that fails. `CheckpointError` on a full disk, told by torch in its own words."""
+        try:
+            yield
+        except BaseException as error:
+            shutil.rmtree(self.made, ignore_errors=True)
+            with suppress(OSError):  # there is another checkpoint in it
+                self.made.parent.rmdir()
+            if isinstance(error, (OSError, RuntimeError, checkpoint.CheckpointException)):
+                reason = " ".join(str(error).split())[:300]
+                raise CheckpointError(f"{self.target} cannot be written: {reason}") from None
+            raise
+
     def publish_folder(self) -> Path:
         """Give the folder its final name and make it the newest in the tracker file. Returns it."""
         os.rename(self.made, self.target)
@@ -199,9 +214,14 @@ def write_torch_dist_checkpoint(
         }
         if not pieces:
             values[theirs], formats[theirs] = partial(export.single_rank_tensor, name), whole
-    _write_torch_dist_tensors(
-        export.made, values, formats, states, {**export.common_entries(1, "torch_dist"), "content_metadata": _CONTENT}
-    )
+    with export.removed_if_unfinished():
+        _write_torch_dist_tensors(
+            export.made,
+            values,
+            formats,
+            states,
+            {**export.common_entries(1, "torch_dist"), "content_metadata": _CONTENT},
+        )
     return export.publish_folder()
 
 
@@ -302,24 +322,27 @@ def write_legacy_checkpoint(
         source, folder, iteration, tensor_size, fused_norms, partial(_division_problems, ranks=pipeline_size)
     )
     ends = list(accumulate(_stage_sizes(export.model, export.layers, pipeline_size)))
-    for p, end in enumerate(ends):
-        first = ends[p - 1] if p else 0
-        held = {
-            name: export.tensor_rank_shards(name, tensor_size)
-            for name in export.names
-            if _is_on_stage(name, first, end, export.layers, ahead=bool(export.model.mtp.mtp_num_layers))
-        }
-        if p and end == export.layers and export.model.ties_embeddings:
-            held["output_layer.weight"] = export.tensor_rank_shards(_WORDS, tensor_size)
-        for t in range(tensor_size):
-            place = export.made / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline_size > 1 else ""))
-            place.mkdir()
-            model = _rank_model_state(
-                export, {name: shards[t] for name, shards in with_unstacked_experts(held).items()}, first
-            )
-            if end == export.layers and export.model.architecture == "gpt":
-                model["output_layer._extra_state"] = None  # of a tied one too
-            torch.save({**export.common_entries(pipeline_size, "torch"), "model": model}, place / "model_optim_rng.pt")
+    with export.removed_if_unfinished():
+        for p, end in enumerate(ends):
+            first = ends[p - 1] if p else 0
+            held = {
+                name: export.tensor_rank_shards(name, tensor_size)
+                for name in export.names
+                if _is_on_stage(name, first, end, export.layers, ahead=bool(export.model.mtp.mtp_num_layers))
+            }
+            if p and end == export.layers and export.model.ties_embeddings:
+                held["output_layer.weight"] = export.tensor_rank_shards(_WORDS, tensor_size)
+            for t in range(tensor_size):
+                place = export.made / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline_size > 1 else ""))
+                place.mkdir()
+                model = _rank_model_state(
+                    export, {name: shards[t] for name, shards in with_unstacked_experts(held).items()}, first
+                )
+                if end == export.layers and export.model.architecture == "gpt":
+                    model["output_layer._extra_state"] = None  # of a tied one too
+                torch.save(
+                    {**export.common_entries(pipeline_size, "torch"), "model": model}, place / "model_optim_rng.pt"
+                )
     return export.publish_folder()
 
 
