@@ -145,7 +145,7 @@ def _parse_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestRefused(f"{where}: tool_calls must be a list of objects with a function that has a name")
-        arguments = function.get("arguments", {})
+        arguments = function.get("arguments") or "{}"  # some clients send nothing for none
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):

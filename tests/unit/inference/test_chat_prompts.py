@@ -57,6 +57,11 @@ def test_tool_calls_of_clients_are_given_to_the_template_as_objects(tmp_path: Pa
     sent = [user("Q1"), {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}, RESULT]
     ids = ChatPromptEncoder(HuggingFaceTokenizer(tmp_path)).encode_messages(parse_messages(sent)[0])
     assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    for nothing in ("", None, "{}", {}):
+        ((parsed,), _) = parse_messages(
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": nothing}}]}]
+        )
+        assert parsed["tool_calls"][0]["function"]["arguments"] == {}
     for wrong in ([5], [{"function": {"name": 5}}], [{"function": {"name": "f", "arguments": "{"}}], "x"):
         with pytest.raises(RequestRefused, match=r"messages\[0\]: (tool_calls must be|the arguments of)"):
             parse_messages([{"role": "assistant", "tool_calls": wrong}])
