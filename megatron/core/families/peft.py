@@ -36,6 +36,7 @@ from megatron.core.families.peft_config import CONFIG, PeftConfig, read_peft_con
 from megatron.core.families.peft_factors import ConvertedTensors, add_adapters
 from megatron.core.families.peft_mapping import PeftMatrixMapping
 from megatron.core.families.peft_saved import add_whole_parameters
+from megatron.core.families.registry import fitting_families
 
 WEIGHTS, OLDER_WEIGHTS, PREFIX = "adapter_model.safetensors", "adapter_model.bin", "base_model.model."
 _FACTOR = re.compile(r"(.+?)\.(?:lora_(A|B)\.weight|lora_(magnitude)_vector(?:\.weight)?)")
@@ -61,7 +62,13 @@ def read_peft_folder(folder: str | Path, model: ModelConfig, *, largest_rank: in
     places = PeftMatrixMapping(model)
 
     def require_fitting_shapes(shapes: Mapping[str, Tensor]) -> None:
+        nonlocal places
         result = _convert_tensors(shapes, config, places)
+        for family in fitting_families(replace(model, adapter=AdapterConfig())) if result.problems else ():
+            others = PeftMatrixMapping(model, family)  # which may name matrices otherwise: Qwen3.5 and Qwen3-Next
+            if not (of_others := _convert_tensors(shapes, config, others)).problems:
+                places, result = others, of_others
+                break
         highest = max((pair.rank for pair in result.pairs), default=0)
         if largest_rank is not None and highest > largest_rank:
             result.problems.append(f"its rank {highest} is above --max-lora-rank {largest_rank}; raise that")

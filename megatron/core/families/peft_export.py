@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,19 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.adapter_set import LinearLoraWeights, LoadedAdapter
-from megatron.core.families.hf import write_json
+from megatron.core.families.config_json import architectures_of
+from megatron.core.families.hf import CONFIG_FILE, write_json
 from megatron.core.families.hf_export import folder_written_whole
+from megatron.core.families.parameter_mapping import Family
 from megatron.core.families.peft import PREFIX, WEIGHTS
 from megatron.core.families.peft_config import CONFIG
 from megatron.core.families.peft_mapping import PeftMatrixMapping
+from megatron.core.families.registry import config_of_language_model, fitting_families
+from megatron.core.families.tokenizer_files import read_json_or_empty
 from megatron.core.models.parameter_names import WORD_EMBEDDING
 
 _VERSION = "0.20.0"  # of PEFT, whose layout of experts' factors is written
@@ -45,7 +50,8 @@ def write_peft_folder(adapters: LoadedAdapter, folder: str | Path, *, base: str 
 
     Raises `CheckpointError` if the folder is not empty, or PEFT's files cannot express the adapters.
     """
-    folder, places, file = Path(folder), PeftMatrixMapping(adapters.model), _PeftExport()
+    places, file = PeftMatrixMapping(adapters.model, _family_of_base(adapters.model, base)), _PeftExport()
+    folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already; move it away, or choose another folder")
     experts: dict[str, list[LinearLoraWeights]] = {}
@@ -63,6 +69,13 @@ def write_peft_folder(adapters: LoadedAdapter, folder: str | Path, *, base: str 
     with folder_written_whole(folder) as made:
         (made / WEIGHTS).write_bytes(weights)
         write_json(made / CONFIG, _make_peft_config(adapters.model, file, base))
+
+
+def _family_of_base(model: ModelConfig, base: str | None) -> Family | None:
+    """Return the family of a base that is a Hugging Face folder of this network, or None. Others may name its matrices otherwise."""
+    config = config_of_language_model(read_json_or_empty(Path(base) / CONFIG_FILE)) if base else {}
+    families = fitting_families(replace(model, adapter=AdapterConfig())) if config else ()
+    return next((one for one in families if one.class_for_architectures(architectures_of(config))), None)
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from megatron.core.config.plan import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.adapter_set import MERGED_ONLY
-from megatron.core.families.parameter_mapping import ParameterMapping
+from megatron.core.families.parameter_mapping import Family, ParameterMapping
 from megatron.core.families.registry import fitting_family
 from megatron.core.models.describe import global_parameter_shapes
 
@@ -50,9 +50,10 @@ class PeftMatrixMapping:
     modules. experts: by the name of the parameter. single_experts: (row, index in it) of modules of one expert.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, family: Family | None = None) -> None:
+        """family: by whose names; None: that which the network is exported as."""
         model = replace(model, adapter=AdapterConfig())
-        self.family = fitting_family(model)
+        self.family = family or fitting_family(model)
         rows = [
             replace(row, theirs=tuple(map(self.class_name, row.theirs))) for row in self.family.network_mappings(model)
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -133,6 +133,13 @@ def lost_settings(model: ModelConfig, family: Family) -> list[str]:
     layers = [(a, b) for a, b in zip(_canonical_layer_plans(model), _canonical_layer_plans(again)) if a != b]
     unsaid += [f"layer {a.index} is {a}, there {b}" for a, b in layers[:1]]
     return unsaid or problems
+
+
+def fitting_families(model: ModelConfig) -> Iterator[Family]:
+    """Yield the families whose config.json can express all of this network, first that of `fitting_family`, which raises if none can."""
+    first = fitting_family(model)
+    yield first
+    yield from (one for one in FAMILIES.values() if one is not first and not lost_settings(model, one))
 
 
 def _roundtrip_exempt_settings(model: ModelConfig) -> frozenset[str]:
