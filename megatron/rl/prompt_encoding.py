@@ -88,13 +88,11 @@ class ChatPrompts:
         if end.word and end.word in rest:
             rest = rest.partition(end.word)[2]
         follows = [TemplateSegment(rest, False), *segments[at[-1] + 1 :]]
-        if (
-            end.token is not None
-            and not rest.strip()
-            and len(follows) > 1
-            and self._encode(follows[1:2]) == [end.token]
-        ):
-            follows = follows[2:]
+        for place, segment in enumerate(follows if end.token is not None else ()):
+            if segment.mark and self._encode([segment]) == [end.token]:
+                return self._encode(follows[place:])[1:]  # as behind the end: some marks take the space behind them
+            if not segment.mark and segment.text.strip():
+                break
         return self._encode(follows)
 
     def _encode(self, segments: Sequence[TemplateSegment]) -> list[int]:

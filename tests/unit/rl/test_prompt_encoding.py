@@ -19,6 +19,7 @@ from megatron.inference.sampling import SamplingParams
 from megatron.rl.environments.config import read_environments, refuse_missing_chat_template
 from megatron.rl.environments.openai_agent import chatml_prompt
 from megatron.rl.rollouts import RolloutLimits, _RolloutConversation
+from tests.helpers.chat_templates import KINDS, save_tokenizer
 from tests.helpers.chat_tokenizer import STRIPS_THOUGHTS, write_chat_tokenizer
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -176,6 +177,24 @@ def test_an_answer_may_end_with_a_token_that_is_not_special(tmp_path: Path) -> N
     )
     tokenizer = HuggingFaceTokenizer(tmp_path)
     conversation = Policy(tokenizer, "No.", prompt_format="tokenizer").play("Near?", "Far?")
+    turns = [("user", "Near?"), ("assistant", "No."), ("user", "Far?")]
+    expected = [{"role": role, "content": content} for role, content in turns]
+    assert conversation.ids == theirs.apply_chat_template(expected, add_generation_prompt=True, return_dict=False)
+
+
+@pytest.mark.parametrize(
+    "end, template",
+    [
+        # As Cohere's: an answer ends with two marks, and the policy writes both.
+        ("<|said|>", "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% if m.role == 'assistant' %}{{ '<|said|>' }}{% endif %}{{ '<|eot|>' }}{% endfor %}"),
+        ("", KINDS["ends once"]),  # As Phi-3's: marks take the new line behind them.
+    ],
+    ids=["two marks", "marks that take space"],
+)  # fmt: skip
+def test_the_end_of_an_answer_is_there_once_as_in_transformers(end: str, template: str, tmp_path: Path) -> None:
+    invite = "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{# <|user|> <|assistant|> #}" if end else ""
+    theirs = save_tokenizer(tmp_path, template + invite)
+    conversation = Policy(HuggingFaceTokenizer(tmp_path), f"No.{end}", prompt_format="tokenizer").play("Near?", "Far?")
     turns = [("user", "Near?"), ("assistant", "No."), ("user", "Far?")]
     expected = [{"role": role, "content": content} for role, content in turns]
     assert conversation.ids == theirs.apply_chat_template(expected, add_generation_prompt=True, return_dict=False)
