@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _STRAY_SECONDS = 3.0  # for tasks that are cancelled to end
-_STRAYS: list[asyncio.Task[Any]] = []  # that did not; deleted ones would be closed, which they may not survive either
 
 
 class _CallAbandoned(BaseException):
@@ -72,7 +71,8 @@ def run_leaving_strays(work: Coroutine[Any, Any, T]) -> T:
             for task in left:
                 task.cancel()
             _, strays = loop.run_until_complete(asyncio.wait(left, timeout=_STRAY_SECONDS))
-            _STRAYS.extend(strays)
+            for stray in strays:  # never deleted: that would close it, which it may not survive either
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(stray))
         loop.run_until_complete(loop.shutdown_asyncgens())
         asyncio.set_event_loop(None)
         loop.close()
