@@ -1,6 +1,8 @@
 """The config.json files that makers publish are read, and mean what transformers takes them for.
 
-published_configs.json holds some of them, of every family: older spellings, keys of other programs and keys that are null.
+published_configs.json holds some of them, of every family: older spellings, keys of other programs and keys that are null. 21 are
+copies (Llama 3.1, Mixtral, Qwen3 and later, DeepSeek-V3 and R1, Kimi-K2, gpt-oss, Nemotron but the 8B), of which long lists of quantization
+are left out; the others were written down from memory of the makers' files, so that a key may be missing or differ.
 Compared with transformers' classes: what they read in a file and write anew must give the same settings, and a key that
 a file leaves out must have the value that the class has for it.
 """
