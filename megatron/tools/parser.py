@@ -145,15 +145,15 @@ def fill_sampling_defaults(given: argparse.Namespace, generation: GenerationDefa
     given.stop_words, given.most_tokens = generation.stop_words, generation.num_tokens
 
 
-def num_tokens_or_default(given: argparse.Namespace, requested: int | None, room: int) -> int:
-    """Return how many tokens to add: as requested, else as the command line says, else as the network's folder says and the
-    `room` for tokens allows, else a default.
+def num_tokens_or_default(given: argparse.Namespace, requested: int | None, free: int) -> int:
+    """Return how many tokens to add: as requested, else as the command line says, else as the network's folder says, else a default.
+    free: tokens behind the prompt, which a folder's number is cut to.
     """
     if requested is None:
         requested = given.num_tokens
     if requested is not None:
         return int(requested)
-    return _USUAL_NUM_TOKENS if given.most_tokens is None else max(1, min(given.most_tokens, room))
+    return _USUAL_NUM_TOKENS if given.most_tokens is None else max(1, min(given.most_tokens, free))
 
 
 def add_tokenizer_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
 import torch
 
-import pretrain_gpt
 from megatron.core.families.megatron.open import open_megatron_checkpoint
 from megatron.core.families.megatron.source import MegatronSource
 from megatron.core.parallel.boxes import whole_box
 from megatron.training.cli.arguments import parse_args_or_raise
-from megatron.training.initialize import initialize_megatron
-from megatron.training.loop import pretrain
 from tests.peers.cases import CASES, LAST, RELEASES, RUN, SAVED
 from tests.peers.make_fixtures import VERSION, cases_of, install, newest_version, run_case, unpack
+from tests.peers.ours import logged_steps
 
 TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-6  # of losses; of norms of gradients, relative
 ANOTHER_BALANCE = {
@@ -54,37 +51,9 @@ Steps = dict[int, tuple[float, float]]  # iteration -> loss, norm of the gradien
 
 def steps_of_continuation(folder: Path, *flags: str) -> Steps:
     """Those of a run of ours that goes on from a fixture."""
-    log = folder / "ours.jsonl"
-    logging.getLogger("megatron").handlers.clear()
-    run = initialize_megatron(
-        parse_args_or_raise(
-            [
-                "--use-checkpoint-args",
-                *flags,
-                "--data-path",
-                str(folder / "tokens"),
-                *TRAINING,
-                "--num-workers",
-                "0",
-                "--log-jsonl",
-                str(log),
-            ]
-        )
-    )
-    try:
-        pretrain(
-            run,
-            pretrain_gpt.datasets_provider,
-            pretrain_gpt.model_provider,
-            pretrain_gpt.forward_step,
-            pretrain_gpt.make_eval_generate_function,
-        )
-    finally:
-        logging.getLogger("megatron").handlers.clear()
-    steps = [json.loads(line) for line in log.read_text().splitlines()]
-    return {
-        step["iteration"]: (step["losses"]["lm loss"], step["grad_norm"]) for step in steps if step["kind"] == "step"
-    }
+    words = ["--use-checkpoint-args", *flags, "--data-path", str(folder / "tokens"), *TRAINING, "--num-workers", "0"]
+    steps = logged_steps(words, folder / "ours.jsonl")
+    return {step["iteration"]: (step["losses"]["lm loss"], step["grad_norm"]) for step in steps}
 
 
 def steps_of_megatron(folder: Path) -> Steps:

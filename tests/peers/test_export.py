@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import pretrain_gpt
 from megatron.core.config.flags import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.megatron.export import (
@@ -24,11 +22,9 @@ from megatron.core.families.megatron.open import open_megatron_checkpoint
 from megatron.core.families.megatron.pickles import read_torch_file
 from megatron.core.families.megatron.torch_dist import _parse_torch_dist_index, _read_torch_dist_index
 from megatron.tools.checkpoint import convert
-from megatron.training.cli.arguments import parse_args_or_raise
-from megatron.training.initialize import initialize_megatron
-from megatron.training.loop import pretrain
 from tests.peers.cases import CASES, RUN
 from tests.peers.make_fixtures import HERE, VERSION, install, newest_version, started_together, unpack
+from tests.peers.ours import logged_steps
 
 WRITTEN_ALIKE = ["dense-torch", "gqa-torch", "latent-torch", "experts-torch", "tp2-torch"]
 # A layer's names under Transformer Engine, where they are not those of local layers: of a dense MLP and one of experts.
@@ -144,23 +140,10 @@ NETWORKS_DRAWN = 80
 NEWER = {"repeated"}  # not in Megatron Core 0.16
 
 
-def trained(flags: str, folder: Path, tokens: Path) -> dict[str, float]:
-    """A run of ours, saved after each iteration. Returns its second step's line of the log, or raises what refused it."""
-    log = folder / "ours.jsonl"
-    logging.getLogger("megatron").handlers.clear()
-    places = ["--data-path", str(tokens), "--save", str(folder / "ours"), "--log-jsonl", str(log)]
-    run = initialize_megatron(parse_args_or_raise([*COMMON, *flags.split(), *places]))
-    try:
-        pretrain(
-            run,
-            pretrain_gpt.datasets_provider,
-            pretrain_gpt.model_provider,
-            pretrain_gpt.forward_step,
-            pretrain_gpt.make_eval_generate_function,
-        )
-    finally:
-        logging.getLogger("megatron").handlers.clear()
-    return [line for line in map(json.loads, log.read_text().splitlines()) if line["kind"] == "step"][-1]
+def trained(flags: str, folder: Path, tokens: Path) -> dict[str, Any]:
+    """A run of ours, saved after each iteration. Returns its last step's line of the log, or raises what refused it."""
+    places = ["--data-path", str(tokens), "--save", str(folder / "ours")]
+    return logged_steps([*COMMON, *flags.split(), *places], folder / "ours.jsonl")[-1]
 
 
 def request(

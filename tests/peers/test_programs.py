@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import pretrain_gpt
 from megatron.core.families.megatron.open import open_megatron_checkpoint, read_megatron_arguments
 from megatron.core.parallel.boxes import whole_box
-from megatron.training.cli.arguments import parse_args_or_raise
-from megatron.training.initialize import initialize_megatron
-from megatron.training.loop import pretrain
 from tests.peers.make_fixtures import unpack
+from tests.peers.ours import logged_steps
 from tests.peers.parser_defaults import parser_defaults
 from tests.peers.programs import LAST, PROGRAMS, SAVED, TRAINING, Program
 
@@ -53,22 +49,10 @@ def unpacked(release: str, case: Program, folder: Path) -> Path:
 
 def steps_of_ours(folder: Path, *flags: str) -> dict[int, Any]:
     """Iteration -> what a run of ours logs that goes on from a fixture."""
-    log = folder / "ours.jsonl"
-    logging.getLogger("megatron").handlers.clear()
     words = ["--use-checkpoint-args", "--load", str(folder / "checkpoints"), "--data-path", str(folder / "tokens")]
-    run = initialize_megatron(parse_args_or_raise([*words, *TRAINING.split(), "--log-jsonl", str(log), *flags]))
-    try:
-        pretrain(
-            run,
-            pretrain_gpt.datasets_provider,
-            pretrain_gpt.model_provider,
-            pretrain_gpt.forward_step,
-            pretrain_gpt.make_eval_generate_function,
-        )
-    finally:
-        logging.getLogger("megatron").handlers.clear()
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return {line["iteration"]: line for line in lines if line["kind"] == "step"}
+    return {
+        line["iteration"]: line for line in logged_steps([*words, *TRAINING.split(), *flags], folder / "ours.jsonl")
+    }
 
 
 @pytest.mark.parametrize("release, case", WRITTEN)

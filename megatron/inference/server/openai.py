@@ -207,8 +207,8 @@ def parse_chat_completion_request(
     messages, files = parse_messages(fields["messages"])
     ending = prompt_ending_of_fields(fields)
     ids, images = chat.encode_with_images(messages, files, serving.engine.image_prompts, serving.limits.images, ending)
-    room = serving.engine.max_length - len(ids) + 1
-    most = min(room, serving.limits.new_tokens or room, serving.defaults.num_tokens or room)
+    free = serving.engine.max_length - len(ids) + 1  # tokens behind the prompt
+    most = min(free, serving.limits.new_tokens or free, serving.defaults.num_tokens or free)
     count = fields["max_completion_tokens"] or fields["max_tokens"] or max(1, most)
     return CompletionRequest(
         fields,
