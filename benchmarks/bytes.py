@@ -36,7 +36,7 @@ from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.tensor_parallel.cross_entropy import fused_linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.region import TensorParallelRegion
-from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.training.step import train_step
 from megatron.trust.simulate.recorder import StepRecorder

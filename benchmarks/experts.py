@@ -27,9 +27,9 @@ from megatron.core.models.flops import active_matrix_params
 from megatron.core.parallel.device import device_name, disable_malloc_trim, pick_device, synchronize
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.context.forward_context import ForwardContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.dispatch import ExpertInputs, PendingTokenDispatch
-from megatron.core.transformer.forward_context import ForwardContext
-from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.router import ExpertRouting

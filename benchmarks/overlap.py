@@ -56,7 +56,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.pipeline_parallel.timeline import simulate_pipeline_plan
 from megatron.core.pipeline_parallel.transfers import build_rank_script
 from megatron.core.tensor_parallel import overlapped_matmul
-from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.moe import GroupedMLP, MoELayer
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer

@@ -27,7 +27,7 @@ from megatron.core.parallel.spec import local_shape, local_shard_boxes, param_sp
 from megatron.core.tensor_parallel.adapter import AdapterBuildContext, LinearAdapter
 from megatron.core.tensor_parallel.frozen_quantized import dense_weight
 from megatron.core.tensor_parallel.linear import AdaptableLinear
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.kernels.paged import CacheBlockTables
-from megatron.core.transformer.cache import Mix, StatefulMixer
+from megatron.core.transformer.context.cache import Mix, StatefulMixer
 from megatron.inference.recurrent_states import EqualLengthGroup, StatePool
 
 _SHORT = 128  # keys that a row may be filled up with, however few its own are

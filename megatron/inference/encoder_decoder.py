@@ -23,7 +23,7 @@ from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifier
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.transformer.cache import Mix, StatefulMixer
+from megatron.core.transformer.context.cache import Mix, StatefulMixer
 from megatron.inference.requests import (
     EngineMetrics,
     GenerationEvent,

@@ -14,7 +14,7 @@ from megatron.core.kernels import paged
 from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.inference import cuda_graphs
 from megatron.inference.cache import cache_bytes_per_token
 from megatron.inference.model_runner import cached_layers

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.transformer.cache import Mix, StatefulMixer
-from megatron.core.transformer.gated_delta_net import GatedDeltaNet
-from megatron.core.transformer.mamba import MambaMixer
-from megatron.core.transformer.state_space import MixerState
+from megatron.core.transformer.context.cache import Mix, MixerState, StatefulMixer
+from megatron.core.transformer.mixers.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.mixers.mamba import MambaMixer
 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BLANK, NOWHERE, _FIRST = 0, 1, 2

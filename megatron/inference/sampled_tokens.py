@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel import device as devices
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.inference.sampling import (
     SamplingParams,
     apply_presence_and_frequency_penalty,

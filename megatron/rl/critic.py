@@ -19,9 +19,9 @@ from megatron.core.models.embedding import Embedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.output_heads import ScalarHead
 from megatron.core.parallel.spec import constant_initializer, param_spec_of, set_global_param_names
-from megatron.core.transformer.forward_context import ForwardContext, MicrobatchContext
-from megatron.core.transformer.layer_build_context import LayerBuildContext
-from megatron.core.transformer.rope import rotary_table_for
+from megatron.core.transformer.context.forward_context import ForwardContext, MicrobatchContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.rope import rotary_table_for
 from megatron.core.transformer.stack import TransformerStack
 
 

@@ -15,7 +15,7 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tensor_parallel.overlapped_matmul import MatmulOverlapOptions
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.training.report.run_log import RunLog
 from megatron.training.report.timers import Timers
 

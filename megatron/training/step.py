@@ -22,8 +22,8 @@ from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache
 from megatron.core.pipeline_parallel.executor import Shape, run_rank_script
-from megatron.core.transformer.forward_context import MicrobatchContext
-from megatron.core.transformer.qk_clip import qk_clip_row_factors
+from megatron.core.transformer.context.forward_context import MicrobatchContext
+from megatron.core.transformer.mixers.qk_clip import qk_clip_row_factors
 from megatron.core.transformer.router import routers_of
 from megatron.training.data.batch import Batch, VariableCountBatches, require_next_batch
 from megatron.training.report.metrics import ExpertLoads, StepMetrics

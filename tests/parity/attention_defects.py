@@ -16,8 +16,9 @@ from megatron.core.models.output_heads import LanguageModelHead
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.core.transformer import attention, qk_clip, rope
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.context import rope
+from megatron.core.transformer.mixers import attention, qk_clip
+from megatron.core.transformer.mixers.attention import SelfAttention
 from megatron.training import trainer as stages
 from tests.parity.defect import Defect, collectives_with
 

@@ -18,8 +18,8 @@ from megatron.core.kernels import blockwise_attention
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
-from megatron.core.transformer import attention
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
+from megatron.core.transformer.mixers import attention
 from megatron.training.data import rebalance as regroup
 from megatron.training.data.batch import Batch
 from megatron.training.step import StepWork

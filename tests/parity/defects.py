@@ -41,7 +41,7 @@ from megatron.core.tensor_parallel.embedding import PositionEmbeddingTable, Voca
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.region import TensorParallelRegion
 from megatron.core.transformer import stack
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.stack import TransformerStack
 from megatron.training import trainer as stages
 from megatron.training.step import StepWork

@@ -18,11 +18,12 @@ from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.models.mtp import MultiTokenPrediction
 from megatron.core.parallel.spec import FusedWeightSegment, Initial
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear
-from megatron.core.transformer import gated_delta_net, mamba, rope
-from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
+from megatron.core.transformer.context import rope
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.core.transformer.layer_build_context import LayerBuildContext
-from megatron.core.transformer.mamba import GatedNorm, MambaMixer, MambaSizes
+from megatron.core.transformer.mixers import gated_delta_net, mamba
+from megatron.core.transformer.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet
+from megatron.core.transformer.mixers.mamba import GatedNorm, MambaMixer, MambaSizes
 from tests.parity.defect import Defect, sum_replicated_but
 
 _make_column = LayerBuildContext.make_column_linear

@@ -22,9 +22,9 @@ from megatron.core.parallel.spec import FusedWeightSegment
 from megatron.core.tensor_parallel import region
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear
 from megatron.core.tensor_parallel.region import TensorParallelRegion
-from megatron.core.transformer import mla
-from megatron.core.transformer.layer_build_context import LayerBuildContext
-from megatron.core.transformer.mla import MultiLatentAttention
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
+from megatron.core.transformer.mixers import mla
+from megatron.core.transformer.mixers.mla import MultiLatentAttention
 from megatron.training.data.batch import Batch, Loss, language_loss_with_mtp, masked_loss_sum
 from tests.helpers import tiny
 from tests.parity.defect import Defect, collectives_with, nothing, sum_replicated_but

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer import router
-from megatron.core.transformer.forward_context import ForwardContext, MicrobatchContext
+from megatron.core.transformer.context.forward_context import ForwardContext, MicrobatchContext
 from megatron.core.transformer.router import TopKRouter
 from megatron.training.data.batch import Batch
 from megatron.training.step import StepWork

@@ -14,8 +14,8 @@ from megatron.core.config.plan import StageSpec
 from megatron.core.models.bert import EncoderModel
 from megatron.core.models.output_heads import Pooler
 from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.dropout import Dropout
-from megatron.core.transformer.layer_build_context import LayerBuildContext
 
 
 class ClassifierModel(EncoderModel):

@@ -13,8 +13,8 @@ from megatron.core.tensor_parallel.embedding import (
     VocabParallelEmbedding,
     vocabulary_matrix_spec,
 )
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext, multiply_unless_one
 from megatron.core.transformer.dropout import Dropout
-from megatron.core.transformer.layer_build_context import LayerBuildContext, multiply_unless_one
 
 
 class Embedding(nn.Module):

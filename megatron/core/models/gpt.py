@@ -21,10 +21,10 @@ from megatron.core.models.output_heads import LanguageModelHead, ScalarHead, out
 from megatron.core.models.stage_model import StageModel
 from megatron.core.models.vision import IdsWithImages, ImageEmbedder
 from megatron.core.parallel.spec import param_spec_of, set_global_param_names
-from megatron.core.transformer.cache import DecodingCache
-from megatron.core.transformer.forward_context import ForwardContext, MicrobatchContext
-from megatron.core.transformer.layer_build_context import LayerBuildContext
-from megatron.core.transformer.rope import rotary_table_for
+from megatron.core.transformer.context.cache import DecodingCache
+from megatron.core.transformer.context.forward_context import ForwardContext, MicrobatchContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.rope import rotary_table_for
 from megatron.core.transformer.stack import TransformerStack
 
 

@@ -17,7 +17,7 @@ from megatron.core.models.vision import ImageClassifierModel
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import param_spec_of
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 
 Network = GPTModel | BERTModel | T5Model | ImageClassifierModel
 NETWORKS: dict[str, Callable[[StageSpec, LayerBuildContext], Network]] = {

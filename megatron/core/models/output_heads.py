@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.cross_entropy import fused_linear_cross_entro
 from megatron.core.tensor_parallel.embedding import vocabulary_matrix_spec
 from megatron.core.tensor_parallel.entropy import fused_linear_entropy
 from megatron.core.tensor_parallel.linear import ReplicatedLinear, column_parallel_linear
-from megatron.core.transformer.layer_build_context import LayerBuildContext, multiply_unless_one
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext, multiply_unless_one
 
 
 def output_layer_weight(output_layer: nn.Module | None, embedding: Embedding | None) -> Tensor:

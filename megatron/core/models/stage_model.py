@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron.core.parallel.rng import materialize_parameters
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 
 
 class StageModel(nn.Module):

@@ -23,12 +23,12 @@ from megatron.core.models.embedding import Embedding
 from megatron.core.models.output_heads import LanguageModelHead, output_layer_weight
 from megatron.core.models.stage_model import StageModel
 from megatron.core.parallel.spec import set_global_param_names
-from megatron.core.transformer.attention import default_position_ids
-from megatron.core.transformer.cache import DecodingCache
-from megatron.core.transformer.forward_context import ForwardContext
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.cache import DecodingCache
+from megatron.core.transformer.context.forward_context import ForwardContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.rope import rotary_table_for
+from megatron.core.transformer.mixers.attention import default_position_ids
 from megatron.core.transformer.relative import RelativePositionEmbedding, relative_score_bias
-from megatron.core.transformer.rope import rotary_table_for
 from megatron.core.transformer.stack import TransformerStack
 
 Message = tuple[Tensor, ...]

@@ -38,8 +38,8 @@ from megatron.core.parallel.spec import (
     set_global_param_names,
 )
 from megatron.core.tensor_parallel.overlapped_matmul import MatmulOverlapOptions
-from megatron.core.transformer.forward_context import ForwardContext
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.forward_context import ForwardContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.stack import TransformerStack
 
 

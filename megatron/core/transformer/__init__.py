@@ -1,12 +1,9 @@
 """What a layer is made of.
 
-layer_build_context.py    Build: what every layer constructor receives
-rope.py                   rotary tables
-forward_context.py        what goes through the layers beside the hidden states
+context/                  what every layer's constructor and forward pass receive
+adapters.py               adapters beside the linear layers of a layer, those of experts
 dropout.py                dropout from a named random stream
-attention.py              self attention with grouped heads
-qk_clip.py                weights of queries and keys shrink where scores grew too large
-mla.py                    self attention by latents of keys and values
+mixers/                   attention, latent attention, Mamba-2 and the gated delta net
 cross_attention.py        attention to what an encoder made
 relative.py               T5's relative positions
 mlp.py                    dense and gated MLP

@@ -28,7 +28,7 @@ from megatron.core.parallel.spec import (
 )
 from megatron.core.tensor_parallel.adapter import AdapterBuildContext, LinearAdapter, kaiming_uniform_initializer
 from megatron.core.tensor_parallel.frozen_quantized import mark_frozen_for_quantization
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 
 
 def add_adapters_to_layer(layer: nn.Module, plan: LayerPlan, build: LayerBuildContext) -> None:

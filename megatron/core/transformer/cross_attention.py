@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel.spec import FusedWeightSegment
-from megatron.core.transformer.attention import attend
-from megatron.core.transformer.cache import DecodingCache
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.cache import DecodingCache
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
+from megatron.core.transformer.mixers.attention import attend
 
 
 class CrossAttention(nn.Module):

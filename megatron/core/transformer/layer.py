@@ -13,14 +13,14 @@ from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import ParamSpec, constant_initializer, meta_parameter
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.transformer.adapters import add_adapters_to_layer
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.context.forward_context import ForwardContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.cross_attention import CrossAttention
 from megatron.core.transformer.dropout import Dropout
-from megatron.core.transformer.forward_context import ForwardContext
-from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
-from megatron.core.transformer.layer_build_context import LayerBuildContext
-from megatron.core.transformer.mamba import MambaMixer, MambaSizes
-from megatron.core.transformer.mla import MultiLatentAttention
+from megatron.core.transformer.mixers.attention import SelfAttention
+from megatron.core.transformer.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet
+from megatron.core.transformer.mixers.mamba import MambaMixer, MambaSizes
+from megatron.core.transformer.mixers.mla import MultiLatentAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
 

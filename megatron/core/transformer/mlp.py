@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, meta_parameter
-from megatron.core.transformer.forward_context import ForwardContext
-from megatron.core.transformer.layer_build_context import LayerBuildContext, multiply_unless_one
+from megatron.core.transformer.context.forward_context import ForwardContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext, multiply_unless_one
 
 
 class MLP(nn.Module):

@@ -33,9 +33,9 @@ from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.frozen_quantized import frozen_quantized_grouped_linear
 from megatron.core.tensor_parallel.low_precision import LowPrecisionScaling, low_precision_grouped_linear
 from megatron.core.transformer.adapters import GroupedLinearAdapter
+from megatron.core.transformer.context.forward_context import ForwardContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.dispatch import ExpertInputs, make_token_dispatcher
-from megatron.core.transformer.forward_context import ForwardContext
-from megatron.core.transformer.layer_build_context import LayerBuildContext
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.router import TopKRouter
 

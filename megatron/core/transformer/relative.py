@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.settings.model import PositionConfig
 from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, ShardedDim, meta_parameter
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 
 
 class RelativeBiasTable(nn.Module):

@@ -28,6 +28,8 @@ from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import ParamSpec, constant_initializer, meta_parameter, param_spec_of
+from megatron.core.transformer.context.forward_context import ForwardContext, MicrobatchContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.expert_balance import (
     count_expert_choices,
     local_balancing_loss,
@@ -35,8 +37,6 @@ from megatron.core.transformer.expert_balance import (
     sinkhorn,
     updated_expert_bias,
 )
-from megatron.core.transformer.forward_context import ForwardContext, MicrobatchContext
-from megatron.core.transformer.layer_build_context import LayerBuildContext
 
 _TINY = 1e-20
 _FIRST_FACTOR, _SECOND_FACTOR = 0x2545F4914F6CDD1D, 0x1B873593CC9E2D51  # odd, so that no two places fall together

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from megatron.core.config.plan import LayerPlan
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.recompute import recompute
-from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.context.forward_context import ForwardContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.core.transformer.layer_build_context import LayerBuildContext
 
 
 class TransformerStack(nn.Module):

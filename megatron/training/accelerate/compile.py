@@ -30,10 +30,10 @@ from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.tensor_parallel import compiled_low_precision
 from megatron.core.tensor_parallel.low_precision import LowPrecisionScaling
 from megatron.core.tensor_parallel.norm import Norm
-from megatron.core.transformer.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.core.transformer.layer_build_context import LayerBuildContext
-from megatron.core.transformer.mamba import MambaMixer
+from megatron.core.transformer.mixers.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.mixers.mamba import MambaMixer
 from megatron.training.trainer import Trainer
 
 # Ops of several steps, in plain torch: what a compiler makes one kernel of.

@@ -36,7 +36,7 @@ from megatron.core.kernels.packed_document_starts import PackedDocumentStarts
 from megatron.core.parallel import device as devices
 from megatron.core.parallel.device import storage_id_and_offset
 from megatron.core.parallel.main_grad import active_main_grad
-from megatron.core.transformer.forward_context import MicrobatchContext
+from megatron.core.transformer.context.forward_context import MicrobatchContext
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.training.trainer import Trainer
 

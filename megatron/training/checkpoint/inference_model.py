@@ -47,7 +47,7 @@ from megatron.core.parallel.spec import param_spec_of
 from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint_fields
 from megatron.core.tokenizers.build import build_tokenizer, tokenizer_folder
 from megatron.core.tokenizers.generation_config import GenerationDefaults, read_generation_defaults
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.training.checkpoint.adapters import is_adapter_checkpoint
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import read_launch_info, world_size

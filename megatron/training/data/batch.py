@@ -19,7 +19,7 @@ from megatron.core.models.bert import BERTOutput
 from megatron.core.models.mtp import MTPInputs, MTPLosses
 from megatron.core.models.vision import IdsWithImages
 from megatron.core.parallel.mesh import Axis
-from megatron.core.transformer.forward_context import MicrobatchContext
+from megatron.core.transformer.context.forward_context import MicrobatchContext
 
 # What a loss function gives: the sum over this microbatch's tokens, their number, and [sum, count] pairs to report.
 Loss = tuple[Tensor, Tensor, dict[str, Tensor]]

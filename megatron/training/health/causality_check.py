@@ -25,8 +25,8 @@ from megatron.core.config.plan import LayerPlan, network_layer_plans
 from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel import collectives
-from megatron.core.transformer.attention import attend
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
+from megatron.core.transformer.mixers.attention import attend
 from megatron.training.run import RunContext
 
 _SHORTEST = 256  # tokens, or the run's own length if that is less

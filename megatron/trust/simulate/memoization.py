@@ -29,7 +29,7 @@ from torch.autograd import Function, Variable
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 
-from megatron.core.transformer.forward_context import MicrobatchContext
+from megatron.core.transformer.context.forward_context import MicrobatchContext
 from megatron.trust.simulate.fake_tensors import ROUNDS, FakeTensorRecorder
 from megatron.trust.simulate.memory import AllocationTrace, StorageLifetime
 from megatron.trust.simulate.trace import StepEvent

@@ -26,7 +26,7 @@ from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import param_spec_of
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 
 TOLERANCE = 1e-5  # of the largest value
 SIZES: dict[str, Any] = {

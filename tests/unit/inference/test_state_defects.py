@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.gated_delta_net import GatedDeltaNet
-from megatron.core.transformer.mamba import MambaMixer
-from megatron.core.transformer.state_space import MixerState
+from megatron.core.transformer.context.cache import MixerState
+from megatron.core.transformer.mixers.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.mixers.mamba import MambaMixer
 from megatron.inference import recurrent_states
 from megatron.inference.engine import Engine
 from megatron.inference.recurrent_states import StatePool, StateSlotsOfSequence

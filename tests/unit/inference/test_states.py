@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import layer as layers
-from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
-from megatron.core.transformer.mamba import MambaMixer, MambaSizes
+from megatron.core.transformer.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet
+from megatron.core.transformer.mixers.mamba import MambaMixer, MambaSizes
 from megatron.inference import recurrent_states
 from megatron.inference.requests import GenerationReply
 from tests.helpers import tiny

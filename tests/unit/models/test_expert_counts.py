@@ -27,7 +27,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
-from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.layer import TransformerLayer
 from tests.helpers import tiny
 from tests.parity.table import MODELS

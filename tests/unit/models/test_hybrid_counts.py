@@ -12,7 +12,7 @@ from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.models import flops
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
-from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.layer import TransformerLayer
 from tests.helpers import tiny
 

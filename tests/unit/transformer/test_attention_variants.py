@@ -13,10 +13,10 @@ from megatron.core.config.plan import LayerPlan
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.context.forward_context import ForwardContext
+from megatron.core.transformer.context.rope import rotary_table_for
+from megatron.core.transformer.mixers.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.rope import rotary_table_for
 from tests.helpers import tiny
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

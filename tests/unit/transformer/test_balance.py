@@ -18,13 +18,13 @@ from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
+from megatron.core.transformer.context.forward_context import ForwardContext, MicrobatchContext
 from megatron.core.transformer.expert_balance import (
     count_expert_choices,
     local_balancing_loss,
     local_router_z_loss,
     updated_expert_bias,
 )
-from megatron.core.transformer.forward_context import ForwardContext, MicrobatchContext
 from megatron.core.transformer.router import (
     expert_choices_of_last_step,
     normalized_router_scores,

@@ -15,8 +15,8 @@ from megatron.core.kernels import reference
 from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.dropout import Dropout
-from megatron.core.transformer.forward_context import ForwardContext
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.stack import TransformerStack
 from tests.helpers import tiny

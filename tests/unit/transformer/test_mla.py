@@ -17,9 +17,9 @@ from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.kernels.reference import softmax_attention
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
-from megatron.core.transformer.forward_context import ForwardContext
-from megatron.core.transformer.mla import MultiLatentAttention
-from megatron.core.transformer.rope import rotary_table_for
+from megatron.core.transformer.context.forward_context import ForwardContext
+from megatron.core.transformer.context.rope import rotary_table_for
+from megatron.core.transformer.mixers.mla import MultiLatentAttention
 from tests.helpers import tiny
 
 S, B, H, N = 7, 2, 32, 8

@@ -19,7 +19,7 @@ from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
-from megatron.core.transformer.forward_context import ForwardContext
+from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.config.settings.model import PositionConfig
-from megatron.core.transformer.rope import rotary_frequencies, rotary_table
+from megatron.core.transformer.context.rope import rotary_frequencies, rotary_table
 
 CPU = torch.device("cpu")
 

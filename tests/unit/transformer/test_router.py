@@ -21,8 +21,8 @@ from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.context.forward_context import ForwardContext, MicrobatchContext
 from megatron.core.transformer.expert_balance import sinkhorn
-from megatron.core.transformer.forward_context import ForwardContext, MicrobatchContext
 from megatron.core.transformer.router import (
     ExpertRouting,
     TopKRouter,

@@ -14,11 +14,10 @@ from megatron.core.kernels.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import local_shard_boxes, param_spec_of, set_global_param_names
-from megatron.core.transformer.cache import Mix
-from megatron.core.transformer.forward_context import ForwardContext
-from megatron.core.transformer.gated_delta_net import DeltaNetSizes, GatedDeltaNet
-from megatron.core.transformer.mamba import MambaMixer, MambaSizes
-from megatron.core.transformer.state_space import MixerState
+from megatron.core.transformer.context.cache import Mix, MixerState
+from megatron.core.transformer.context.forward_context import ForwardContext
+from megatron.core.transformer.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet
+from megatron.core.transformer.mixers.mamba import MambaMixer, MambaSizes
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 

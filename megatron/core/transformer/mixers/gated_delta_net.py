@@ -20,11 +20,11 @@ from megatron.core.context_parallel.head_exchange import ALONE, HeadExchange
 from megatron.core.kernels import scans
 from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, constant_initializer, meta_parameter
-from megatron.core.transformer.forward_context import ForwardContext
-from megatron.core.transformer.layer_build_context import LayerBuildContext
-from megatron.core.transformer.state_space import (
+from megatron.core.transformer.context.cache import MixerState
+from megatron.core.transformer.context.forward_context import ForwardContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
+from megatron.core.transformer.mixers.state_space import (
     CausalConvParameters,
-    MixerState,
     document_segment_ids,
     log_of_uniform_initializer,
     num_group_repeats_for_cp,

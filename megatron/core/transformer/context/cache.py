@@ -8,11 +8,19 @@ the kernel for texts of one shape together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from megatron.core.transformer.state_space import MixerState
+
+@dataclass(frozen=True, slots=True)
+class MixerState:
+    """What a mixer has to know of a text's beginning. conv: [width - 1, b, c/tp], its last inputs; scan: [b, n/tp, .., ..], in fp32 or wider."""
+
+    conv: Tensor
+    scan: Tensor
+
 
 # parts [s, b, ...] and a state to [s, b, ...] and the next
 Mix = Callable[[list[Tensor], MixerState], tuple[Tensor, MixerState]]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.model import PositionConfig
-from megatron.core.transformer.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +14,7 @@ from megatron.core.kernels.reference import accumulation_dtype_of
 from megatron.core.kernels.scans import segment_ids_from_document_ids
 from megatron.core.kernels.table import Kernels
 from megatron.core.parallel.spec import FusedWeightSegment, Initial, ParamSpec, ShardedDim, meta_parameter
-from megatron.core.transformer.layer_build_context import LayerBuildContext
-
-
-@dataclass(frozen=True, slots=True)
-class MixerState:
-    """What a mixer has to know of a text's beginning. conv: [width - 1, b, c/tp], its last inputs; scan: [b, n/tp, .., ..], in fp32 or wider."""
-
-    conv: Tensor
-    scan: Tensor
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 
 
 class CausalConvParameters(nn.Module):

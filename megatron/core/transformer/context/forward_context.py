@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.kernels.mask import AttentionMaskSpec
-from megatron.core.transformer.cache import DecodingCache
-from megatron.core.transformer.layer_build_context import LayerBuildContext
-from megatron.core.transformer.rope import RotaryTable
+from megatron.core.transformer.context.cache import DecodingCache
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.rope import RotaryTable
 
 
 class _AttachLossGradient(Function):

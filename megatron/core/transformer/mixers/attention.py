@@ -31,10 +31,10 @@ from megatron.core.parallel.spec import (
     normal_initializer,
 )
 from megatron.core.tensor_parallel.norm import effective_norm_weight
-from megatron.core.transformer.forward_context import ForwardContext
-from megatron.core.transformer.layer_build_context import LayerBuildContext, multiply_unless_one
-from megatron.core.transformer.qk_clip import MaxAttentionScoreTracker
-from megatron.core.transformer.rope import RotaryTable
+from megatron.core.transformer.context.forward_context import ForwardContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext, multiply_unless_one
+from megatron.core.transformer.context.rope import RotaryTable
+from megatron.core.transformer.mixers.qk_clip import MaxAttentionScoreTracker
 
 
 class SelfAttention(nn.Module):

@@ -29,11 +29,11 @@ from megatron.core.context_parallel.attention import gather_context_parallel_key
 from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel.recompute import run_recomputing_intermediates
 from megatron.core.parallel.spec import FusedWeightSegment
-from megatron.core.transformer.attention import attend
-from megatron.core.transformer.forward_context import ForwardContext
-from megatron.core.transformer.layer_build_context import LayerBuildContext
-from megatron.core.transformer.qk_clip import MaxAttentionScoreTracker
-from megatron.core.transformer.rope import RotaryTable, yarn_mscale
+from megatron.core.transformer.context.forward_context import ForwardContext
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
+from megatron.core.transformer.context.rope import RotaryTable, yarn_mscale
+from megatron.core.transformer.mixers.attention import attend
+from megatron.core.transformer.mixers.qk_clip import MaxAttentionScoreTracker
 
 
 class MultiLatentAttention(nn.Module):
