@@ -21,6 +21,7 @@ FILES: Sequence[str] = (
     "tests/test_benchmarks.py",
     "tests/test_docs.py",
     "tests/test_quick.py",
+    "tests/test_structure.py",
     "tests/test_words.py",
     "tests/oracle/test_first_step.py",
     "tests/parity/test_layouts.py",

@@ -190,10 +190,10 @@ def tree_of(texts: Mapping[str, str]) -> Tree:
     return {path: Source(path, text, ast.parse(text if path.endswith(".py") else "")) for path, text in texts.items()}
 
 
-def repository() -> Tree:
-    """Every text file of the repository that people write; data and what runs left behind are not."""
+def repository(folders: Iterable[str] = FOLDERS) -> Tree:
+    """Every text file of these folders and beside them that people write; data and what runs left behind are not."""
     paths = [path for path in ROOT.iterdir() if path.is_file()]
-    for folder in FOLDERS:
+    for folder in folders:
         paths += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
     found = {path.relative_to(ROOT).as_posix(): path for path in paths}
     return tree_of(
