@@ -198,7 +198,7 @@ BAMBA = Family(
     parameter_mappings,
     silent=_SAYS_NOTHING,
     pinned=_PINNED,
-    usual=(("rms_norm_eps", 1e-5), ("num_key_value_heads", 8)),
+    usual=(("max_position_embeddings", 262144), ("rms_norm_eps", 1e-5), ("num_key_value_heads", 8)),
 )
 FALCON_H1 = Family(
     "falcon_h1",
@@ -209,5 +209,5 @@ FALCON_H1 = Family(
     falcon_h1_mappings,
     silent=(*_SAYS_NOTHING, *_FALCON_SAYS_NOTHING),
     pinned=(*_PINNED, ("projectors_bias", False)),
-    usual=(("rms_norm_eps", 1e-5), ("num_key_value_heads", 8)),
+    usual=(("max_position_embeddings", 8192), ("rms_norm_eps", 1e-5), ("num_key_value_heads", 8)),
 )

@@ -77,10 +77,14 @@ def write_plain_keys(model: ModelConfig, table: PlainKeys) -> dict[str, Any]:
     return {key: values[setting] for key, (setting, _) in table.items()}
 
 
+_RENAMED_CLASSES = {"LLaMAForCausalLM": "LlamaForCausalLM"}  # the first conversions of Llama name the old one
+
+
 def architectures_of(config: Mapping[str, Any]) -> list[str]:
-    """Return the class names of transformers in `architectures` of a config.json; [] if there are none."""
+    """Return the class names of transformers in `architectures` of a config.json, by their new names; [] if there are none."""
     named = config.get("architectures") or []
-    return [named] if isinstance(named, str) else [str(name) for name in named] if isinstance(named, Iterable) else []
+    names = [named] if isinstance(named, str) else named if isinstance(named, Iterable) else []
+    return [_RENAMED_CLASSES.get(str(name), str(name)) for name in names]
 
 
 def read_rope_keys(keys: ForeignMapping, *, base: float = 10000.0, latent: bool = False) -> dict[str, Any]:

@@ -268,7 +268,7 @@ DEEPSEEK_V3 = Family(
     pinned=(*NO_BIAS, ("norm_topk_prob", True)),
     usual=(
         *(("first_k_dense_replace", 3), ("n_group", 8), ("topk_group", 4), ("routed_scaling_factor", 2.5)),
-        *(("q_lora_rank", 1536), ("num_key_value_heads", 128)),
+        *(("max_position_embeddings", 4096), ("q_lora_rank", 1536), ("num_key_value_heads", 128)),
     ),
     copies=(*DEEPSEEK_V2.copies, *_AGAIN),
     fused=FUSED,

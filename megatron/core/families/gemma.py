@@ -110,7 +110,7 @@ GEMMA = Family(
     _write_gemma_config,
     parameter_mappings,
     pinned=NO_BIAS,
-    usual=(("head_dim", 256), ("num_key_value_heads", 16)),
+    usual=(("max_position_embeddings", 8192), ("head_dim", 256), ("num_key_value_heads", 16)),
 )
 GEMMA2 = Family(
     "gemma2",
@@ -121,5 +121,5 @@ GEMMA2 = Family(
     partial(parameter_mappings, norms=_NORMS),
     silent=_SAYS_NOTHING,
     pinned=NO_BIAS,
-    usual=(("head_dim", 256), ("num_key_value_heads", 4)),
+    usual=(("max_position_embeddings", 8192), ("head_dim", 256), ("num_key_value_heads", 4)),
 )

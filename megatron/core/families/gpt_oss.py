@@ -135,5 +135,5 @@ GPT_OSS = Family(
     parameter_mappings,
     silent=(*BALANCE, "initial_context_length"),
     pinned=(("attention_bias", True),),
-    usual=(("head_dim", 64), ("num_key_value_heads", 8), ("rms_norm_eps", 1e-5)),
+    usual=(("max_position_embeddings", 131072), ("head_dim", 64), ("num_key_value_heads", 8), ("rms_norm_eps", 1e-5)),
 )

@@ -46,7 +46,7 @@ _KEYS: PlainKeys = {
     "intermediate_size": ("ffn_hidden_size", None),
     "num_hidden_layers": ("num_layers", None),
     "num_attention_heads": ("num_attention_heads", None),
-    "max_position_embeddings": ("max_position_embeddings", None),
+    "max_position_embeddings": ("max_position_embeddings", 2048),  # it shapes no tensor
     "initializer_range": ("init_method_std", 0.02),
     "rms_norm_eps": ("norm_epsilon", 1e-6),
     "attention_dropout": ("attention_dropout", 0.0),
@@ -207,5 +207,5 @@ MISTRAL = Family(
     _read_mistral_config,
     _write_mistral_config,
     parameter_mappings,
-    usual=(("num_key_value_heads", 8), ("sliding_window", 4096)),
+    usual=(("max_position_embeddings", 131072), ("num_key_value_heads", 8), ("sliding_window", 4096)),
 )

@@ -95,7 +95,7 @@ MIXTRAL = Family(
     _write_mixtral_config,
     parameter_mappings,
     silent=BALANCE,
-    usual=(("rms_norm_eps", 1e-5), ("num_key_value_heads", 8)),
+    usual=(("max_position_embeddings", 131072), ("rms_norm_eps", 1e-5), ("num_key_value_heads", 8)),
     respelled=((r"\.mlp\.gate\.weight$", ".block_sparse_moe.gate.weight"),),
     fused=_FUSED,
 )

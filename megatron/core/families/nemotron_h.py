@@ -92,7 +92,7 @@ _NEMOTRON_KEYS: PlainKeys = {
     "mamba_num_heads": ("mamba_num_heads", None),
     "mamba_head_dim": ("mamba_head_dim", None),
     "ssm_state_size": ("mamba_state_dim", None),
-    "max_position_embeddings": ("max_position_embeddings", None),
+    "max_position_embeddings": ("max_position_embeddings", 4096),
     "hidden_dropout": ("hidden_dropout", 0.0),
     "attention_dropout": ("attention_dropout", 0.0),
 }

@@ -144,6 +144,7 @@ OLMO_HYBRID = Family(
     olmo_hybrid_mappings,
     silent=_INITIAL,
     pinned=NO_BIAS,
+    usual=(("max_position_embeddings", 65536),),
     fallbacks=(("pad_token_id", None),),  # of the class: 100277
     respelled=(
         (r"\.input_layernorm\.", ".attention_layer_norm."),

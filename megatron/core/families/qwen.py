@@ -250,6 +250,8 @@ def moe_mappings_with_shared_expert(model: ModelConfig, ours: str, theirs: str) 
     return rows
 
 
+USUAL_LENGTH = ("max_position_embeddings", 32768)  # in the configs of all Qwen classes
+
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
@@ -257,7 +259,7 @@ QWEN2 = Family(
     _read_qwen2_config,
     _write_qwen2_config,
     parameter_mappings,
-    usual=(("num_key_value_heads", 32),),
+    usual=(USUAL_LENGTH, ("num_key_value_heads", 32)),
 )
 QWEN3 = Family(
     "qwen3",
@@ -267,7 +269,7 @@ QWEN3 = Family(
     _write_qwen3_config,
     parameter_mappings,
     pinned=NO_BIAS,
-    usual=(("head_dim", 128), ("num_key_value_heads", 32)),
+    usual=(USUAL_LENGTH, ("head_dim", 128), ("num_key_value_heads", 32)),
 )
 QWEN2_MOE = Family(
     "qwen2_moe",
@@ -277,7 +279,7 @@ QWEN2_MOE = Family(
     _write_qwen2_moe_config,
     qwen_moe_mappings,
     silent=BALANCE,
-    usual=(("num_key_value_heads", 16),),
+    usual=(USUAL_LENGTH, ("num_key_value_heads", 16)),
     fused=FUSED,
 )
 QWEN3_MOE = Family(
@@ -289,6 +291,6 @@ QWEN3_MOE = Family(
     qwen_moe_mappings,
     silent=BALANCE,
     pinned=NO_BIAS,
-    usual=(("num_key_value_heads", 4),),
+    usual=(USUAL_LENGTH, ("num_key_value_heads", 4)),
     fused=FUSED,
 )

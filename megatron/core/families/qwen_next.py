@@ -37,6 +37,7 @@ from megatron.core.families.parameter_mapping import (
 )
 from megatron.core.families.qwen import (
     FUSED,
+    USUAL_LENGTH,
     moe_mappings_with_shared_expert,
     read_shared_expert_moe_keys,
     write_shared_expert_moe_keys,
@@ -262,7 +263,10 @@ QWEN3_NEXT = Family(
     partial(_qwen_next_mappings, fused=True),
     silent=(*_SAYS_NOTHING, *BALANCE),
     pinned=NO_BIAS,
-    usual=(("head_dim", 256), ("num_key_value_heads", 2), ("norm_topk_prob", True), ("intermediate_size", 5632)),
+    usual=(
+        *(USUAL_LENGTH, ("head_dim", 256), ("num_key_value_heads", 2)),
+        *(("norm_topk_prob", True), ("intermediate_size", 5632)),
+    ),
     skipped=_SKIPPED,
     fused=FUSED,
 )
@@ -275,7 +279,7 @@ QWEN3_5 = Family(
     partial(_qwen_next_mappings, fused=False),
     silent=_SAYS_NOTHING,
     pinned=NO_BIAS,
-    usual=(("head_dim", 256), ("num_key_value_heads", 4)),
+    usual=(USUAL_LENGTH, ("head_dim", 256), ("num_key_value_heads", 4)),
     skipped=_SKIPPED,
     respelled=((r"^model\.language_model\.", "model."),),
     holder="Qwen3_5ForConditionalGeneration",
@@ -290,6 +294,6 @@ QWEN3_5_MOE = replace(
     read_config=_read_qwen3_5_moe_config,
     write_config=_write_qwen3_5_moe_config,
     silent=(*_SAYS_NOTHING, *BALANCE),
-    usual=(("head_dim", 256), ("num_key_value_heads", 2)),
+    usual=(USUAL_LENGTH, ("head_dim", 256), ("num_key_value_heads", 2)),
     fused=FUSED,
 )
