@@ -271,8 +271,9 @@ def files_behind(name: str) -> Callable[[Tree], Measured]:
     """Measure: how many files importing the one of this name runs."""
 
     def measure(tree: Tree) -> Measured:
-        """Count them."""
+        """Count them, but for a package's `__init__.py` that is a docstring alone: it adds nothing that runs."""
         paths = sorted(reached(tree, file_with(tree, name)))
+        paths = [path for path in paths if not path.endswith("/__init__.py") or len(tree[path].syntax.body) > 1]
         return Measured(len(paths), tuple(paths))
 
     return measure
