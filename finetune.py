@@ -18,7 +18,7 @@ from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from megatron.training.run import RunContext
+from megatron.training.state.run import RunContext
 from pretrain_gpt import forward_step, make_eval_generate_function, model_provider
 
 

@@ -19,18 +19,18 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
 
 import torch
 
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.plan.layers import StageSpec
 from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import MTPLosses
 from megatron.inference.eval_generate import generate_continuation_texts, read_prompts
-from megatron.training.data.batch import Batch, Loss, LossFunction, language_loss_with_mtp
 from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from megatron.training.run import RunContext
-from megatron.training.trainer import Samples
+from megatron.training.state.batch import Batch, Loss, LossFunction, language_loss_with_mtp
+from megatron.training.state.run import RunContext
+from megatron.training.state.trainer import Samples
 
 
 def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> Datasets:

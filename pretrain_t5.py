@@ -19,16 +19,16 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
 
 import torch
 
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.plan.layers import StageSpec
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.kinds import make_t5_dataset_kind
 from megatron.core.models.t5 import Message, T5Model
-from megatron.training.data.batch import Batch, Loss, LossFunction, masked_loss_sum
 from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from megatron.training.run import RunContext
+from megatron.training.state.batch import Batch, Loss, LossFunction, masked_loss_sum
+from megatron.training.state.run import RunContext
 
 
 def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> Datasets:

@@ -18,16 +18,16 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
 import torch
 import torch.nn.functional as F
 
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.plan.layers import StageSpec
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.image_folder import make_image_folder_dataset_kind
 from megatron.core.models.vision import ImageClassifierModel
-from megatron.training.data.batch import Batch, Loss, LossFunction
 from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from megatron.training.run import RunContext
+from megatron.training.state.batch import Batch, Loss, LossFunction
+from megatron.training.state.run import RunContext
 
 
 def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> Datasets:

@@ -15,7 +15,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
     PLACE = read_launch_info()
     ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data="datasets", defaults=DEFAULTS)
 
-from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.multimodal import Use, make_image_chat_dataset_kind
 from megatron.core.models.gpt import GPTModel
@@ -26,8 +26,8 @@ from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from megatron.training.run import RunContext
-from megatron.training.trainer import Evaluate, Samples
+from megatron.training.state.run import RunContext
+from megatron.training.state.trainer import Evaluate, Samples
 from pretrain_gpt import forward_step, model_provider
 
 SHOWN = 8  # answers in the log of an evaluation

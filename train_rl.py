@@ -24,7 +24,7 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.launch.launch_info import set_world_size_variable
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from megatron.training.run import RunContext
+from megatron.training.state.run import RunContext
 
 
 def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> Datasets:

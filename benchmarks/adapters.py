@@ -49,10 +49,10 @@ from megatron.preference.settings import PreferenceConfig
 from megatron.preference.step import PreferenceStep
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.inference_model import GPT, load_network
-from megatron.training.data.batch import Batch
-from megatron.training.run import RunContext
-from megatron.training.step import train_step
-from megatron.training.trainer import build_trainer
+from megatron.training.state.batch import Batch
+from megatron.training.state.run import RunContext
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import build_trainer
 from tests.helpers import tiny
 
 LAYERS, HIDDEN, HEADS, GATED, VOCABULARY = 8, 512, 8, 1536, 8192

@@ -20,8 +20,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.core.kernels import fused, reference  # noqa: E402
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers  # noqa: E402
+from megatron.core.kernels.ops import fused, reference  # noqa: E402
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers  # noqa: E402
 
 
 def milliseconds(call: Callable[..., Tensor], inputs: list[Tensor], repeats: int) -> float:

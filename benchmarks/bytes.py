@@ -27,9 +27,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.plan import network_layer_plans
-from megatron.core.kernels import linear_loss
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.config.plan.layers import network_layer_plans
+from megatron.core.kernels.ops import linear_loss
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize_parameters
@@ -38,8 +38,8 @@ from megatron.core.tensor_parallel.cross_entropy import fused_linear_cross_entro
 from megatron.core.tensor_parallel.region import TensorParallelRegion
 from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.training.step import train_step
-from megatron.trust.simulate.recorder import StepRecorder
+from megatron.plan.simulate.recorder import StepRecorder
+from megatron.training.state.step import train_step
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.gpu import results
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.parallel.device import device_name, synchronize
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.engine import Engine

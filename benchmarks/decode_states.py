@@ -16,8 +16,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.core.config.plan.stages import stage_specs_of_run  # noqa: E402
 from megatron.core.config.settings.inference import InferenceConfig  # noqa: E402
-from megatron.core.config.stages import stage_specs_of_run  # noqa: E402
 from megatron.core.tokenizers.build import NullTokenizer  # noqa: E402
 from megatron.inference.engine import Engine  # noqa: E402
 from megatron.inference.requests import GenerationRequest  # noqa: E402

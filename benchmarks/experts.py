@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import results
-from megatron.core.config.plan import LayerPlan
-from megatron.core.kernels import grouped, reference
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.config.plan.layers import LayerPlan
+from megatron.core.kernels.ops import grouped, reference
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.models.flops import active_matrix_params
 from megatron.core.parallel.device import device_name, disable_malloc_trim, pick_device, synchronize
 from megatron.core.parallel.rng import materialize_parameters
@@ -33,7 +33,7 @@ from megatron.core.transformer.dispatch import ExpertInputs, PendingTokenDispatc
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.router import ExpertRouting
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 

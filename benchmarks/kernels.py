@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import results  # noqa: E402
 from benchmarks.gpu.timing import Timed, clock_of, one_round  # noqa: E402
-from megatron.core.kernels import reference  # noqa: E402
-from megatron.core.kernels.linear_loss import VocabularyShard  # noqa: E402
-from megatron.core.kernels.mask import AttentionMaskSpec  # noqa: E402
-from megatron.core.kernels.table import CANDIDATES, KernelRequirements  # noqa: E402
+from megatron.core.kernels.choice.table import CANDIDATES, KernelRequirements  # noqa: E402
+from megatron.core.kernels.ops import reference  # noqa: E402
+from megatron.core.kernels.ops.linear_loss import VocabularyShard  # noqa: E402
+from megatron.core.kernels.ops.mask import AttentionMaskSpec  # noqa: E402
 from megatron.core.parallel.device import disable_malloc_trim  # noqa: E402
 from megatron.core.parallel.mesh import Axis  # noqa: E402
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402

@@ -49,9 +49,10 @@ def clocked(call: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
 def overhead(steps: int) -> None:
     """Train in this process and print how an iteration's CPU time is shared out."""
     import pretrain_gpt
-    from megatron.training import loop, step
+    from megatron.training import loop
     from megatron.training.cli.arguments import parse_args_or_raise
     from megatron.training.initialize import initialize_megatron
+    from megatron.training.state import step
 
     inside, whole, data = [0.0], [0.0], [0.0]
     step.run_rank_script, step.require_next_batch = (

@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.parallel import mesh
 from megatron.core.parallel.grid import axis_rank_groups
-from megatron.trust.flags.layout_build_check import mesh_without_groups
+from megatron.plan.simulate.layout_build_check import mesh_without_groups
 
 CPU = torch.device("cpu")
 LARGE = ParallelConfig(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.core.kernels.mask import AttentionMaskSpec  # noqa: E402
+from megatron.core.kernels.ops.mask import AttentionMaskSpec  # noqa: E402
 from megatron.core.parallel.rng import materialize_parameters  # noqa: E402
 from megatron.core.parallel.spec import set_global_param_names  # noqa: E402
 from megatron.core.transformer.context.forward_context import ForwardContext  # noqa: E402

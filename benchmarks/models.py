@@ -200,8 +200,8 @@ def ours(size: Size, *, compiled: bool) -> Step:
     """One whole training step of ours: reduce, clip, schedule and counters included."""
     from megatron.core.parallel.device import disable_malloc_trim
     from megatron.training.accelerate.compile import LayerCompiler
-    from megatron.training.data.batch import Batch
-    from megatron.training.step import train_step
+    from megatron.training.state.batch import Batch
+    from megatron.training.state.step import train_step
     from tests.helpers import tiny
 
     llama = {

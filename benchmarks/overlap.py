@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.distributed import ddp
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.overlap import OverlappedComputation
@@ -58,8 +58,8 @@ from megatron.core.pipeline_parallel.transfers import build_rank_script
 from megatron.core.tensor_parallel import overlapped_matmul
 from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.moe import GroupedMLP, MoELayer
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 

@@ -24,9 +24,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from megatron.core.config.flags import config_from_flat_dict
+from megatron.core.config.flags.declare import config_from_flat_dict
 from megatron.core.config.settings.run import RequestedRun
-from megatron.trust.simulate.dry_run import dry_run
+from megatron.plan.simulate.dry_run import dry_run
 
 RANKS = 1024
 _COMMON: dict[str, Any] = {

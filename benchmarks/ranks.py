@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch.distributed as dist
 
 from megatron.core.parallel import mesh
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers import tiny
 from tests.helpers.world import World
 

@@ -17,7 +17,7 @@ import torch
 
 from megatron.core.parallel.device import pick_device, synchronize
 from megatron.training.health.replica_check import ReplicaCheck
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers import tiny
 
 SHAPE = {

@@ -36,8 +36,8 @@ from torch import Tensor
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.context_parallel import ring
 from megatron.core.context_parallel.attention import context_parallel_attention
-from megatron.core.kernels.fused import attention_by_sdpa
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.fused import attention_by_sdpa
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from tests.helpers.world import Worlds

@@ -40,6 +40,7 @@ FILES: Sequence[str] = (
     f"{UNIT}/optimizer/test_clip.py",
     f"{UNIT}/parallel/test_collectives.py",
     f"{UNIT}/pipeline_parallel/test_executor.py",
+    f"{UNIT}/plan/test_report.py",
     f"{UNIT}/preference/test_rows.py",
     f"{UNIT}/rl/test_losses.py",
     f"{UNIT}/tasks/test_glue.py",
@@ -49,7 +50,7 @@ FILES: Sequence[str] = (
     f"{UNIT}/tools_and_examples/test_launchers.py",
     f"{UNIT}/training/test_loop.py",
     f"{UNIT}/transformer/test_layer.py",
-    f"{UNIT}/trust/test_parity.py",
+    f"{UNIT}/verify/test_parity.py",
 )
 
 Row = tuple[str, ...]  # layout and network; of a row in half precision then its format's flags

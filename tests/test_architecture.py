@@ -235,7 +235,7 @@ KEPT: Sequence[tuple[Callable[[Tree], Offences], Mapping[str, str]]] = (
         },
     ),
     (imports_stand_at_the_top, {CONFIG: "if TYPE_CHECKING:\n    import json"}),
-    (imports_stand_at_the_top, {"megatron/training/report/writers.py": "def f():\n    import wandb"}),
+    (imports_stand_at_the_top, {"megatron/training/hooks/writers.py": "def f():\n    import wandb"}),
     (
         flags_are_read_where_they_may_be,
         {"tools/a.py": "import argparse\ndef main(): pass", "megatron/training/cli/arguments.py": "import argparse"},

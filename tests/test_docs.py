@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.config.flags import flag_fields, flag_spellings
+from megatron.core.config.flags.declare import flag_fields, flag_spellings
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import one_f_one_b, zero_bubble_h1, zero_bubble_v
 from megatron.core.pipeline_parallel.timeline import draw_text_timeline, simulate_pipeline_plan
-from megatron.trust.flags.command import ENTRIES, parse_training_command
+from megatron.plan.command import ENTRIES, parse_training_command
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(

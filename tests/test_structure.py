@@ -105,9 +105,9 @@ MEASURES: Mapping[str, Measure] = {
 
 # The number that holds today, and the one aimed at. Steps are coarse where every commit moves a number a little.
 LIMITS: Mapping[str, Limit] = {
-    "groups of folders that import each other": Limit(5, aim=0),
-    "folders in such groups": Limit(17, aim=0),
-    "imports of features by core and training": Limit(53, aim=0),
+    "groups of folders that import each other": Limit(0, aim=0),
+    "folders in such groups": Limit(0, aim=0),
+    "imports of features by core and training": Limit(52, aim=0),
     "files of core and training that name adapter": Limit(33, aim=5),
     "files of core and training that name bert": Limit(23, aim=5),
     "files of core and training that name t5": Limit(24, aim=5),
@@ -129,7 +129,7 @@ LIMITS: Mapping[str, Limit] = {
     "files with late imports of our own": Limit(10, aim=9),
     "small files with one importer": Limit(30, aim=0),
     "names in docstrings that do not exist": Limit(5, aim=0),
-    "files missing in package maps": Limit(87, aim=0),
+    "files missing in package maps": Limit(78, aim=0),
     "functions per thousand lines": Limit(59, aim=48, step=0.5),
     "comments per hundred lines": Limit(1.5, aim=4, step=0.1, is_minimum=True),
     "files that a GPT step enters": Limit(66, aim=55),

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.utils._triton
 
-from megatron.core.kernels.mask import AttentionMaskSpec
-from megatron.core.kernels.packed_document_starts import PackedDocumentStarts
-from megatron.core.kernels.table import CANDIDATES
+from megatron.core.kernels.choice.table import CANDIDATES
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.packed_document_starts import PackedDocumentStarts
 
 OTHERS = {"attention": "varlen"}  # kernels that are not Triton's
 

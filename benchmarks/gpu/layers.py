@@ -30,8 +30,8 @@ from benchmarks.gpu.roofline import PEAK
 from benchmarks.gpu.timing import timed
 from megatron.core.models.flops import flops_per_sample
 from megatron.training.accelerate.compile import LayerCompiler
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 
 GPT: dict[str, Any] = {

@@ -33,9 +33,9 @@ from torch import Tensor
 from benchmarks.gpu import results
 from benchmarks.gpu.layers import GPT, trainer_of
 from benchmarks.gpu.timing import both_passes, timed
-from megatron.core.kernels import flex, fused, reference
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
-from megatron.core.kernels.table import CANDIDATES, KernelRequirements
+from megatron.core.kernels.choice.table import CANDIDATES, KernelRequirements
+from megatron.core.kernels.ops import flex, fused, reference
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel.device import CudaGraphPool
 
 GPU = torch.device("cuda")

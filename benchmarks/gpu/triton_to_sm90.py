@@ -37,26 +37,26 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from megatron.core.kernels.adamw import AdamStepSettings, AdamTensors
-from megatron.core.kernels.linear_loss import VocabularyShard, blockwise_linear_cross_entropy
+from megatron.core.kernels.choice.table import CANDIDATES
 from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, QuantizeTransposeKernels
-from megatron.core.kernels.mask import AttentionScoreModifiers
-from megatron.core.kernels.paged import CacheBlockTables
-from megatron.core.kernels.reference import GatedActivationOptions
-from megatron.core.kernels.table import CANDIDATES
+from megatron.core.kernels.ops.adamw import AdamStepSettings, AdamTensors
+from megatron.core.kernels.ops.linear_loss import VocabularyShard, blockwise_linear_cross_entropy
+from megatron.core.kernels.ops.mask import AttentionScoreModifiers
+from megatron.core.kernels.ops.paged import CacheBlockTables
+from megatron.core.kernels.ops.reference import GatedActivationOptions
 
 SPILLS = 0  # bytes a thread of spilled registers that a kernel may have
 # The state of a head, the products of a chunk and their factors are more than 255 registers of 128 threads.
 BY_TRITON_3_6 = {
-    "scan_forward._selective_scan_kernel": 480,
-    "scan_forward._delta_rule_scan_kernel": 1112,
-    "scan_forward._invert_chunk_systems_kernel": 1496,
+    "triton_scan_forward._selective_scan_kernel": 480,
+    "triton_scan_forward._delta_rule_scan_kernel": 1112,
+    "triton_scan_forward._invert_chunk_systems_kernel": 1496,
 }
 MORE_SPILLS = {
-    "scan_forward._selective_scan_kernel": 176,
-    "scan_forward._delta_rule_scan_kernel": 1000,
-    "scan_gradients._selective_backward_kernel": 160,
-    "scan_gradients._delta_rule_backward_kernel": 800,
+    "triton_scan_forward._selective_scan_kernel": 176,
+    "triton_scan_forward._delta_rule_scan_kernel": 1000,
+    "triton_scan_gradients._selective_backward_kernel": 160,
+    "triton_scan_gradients._delta_rule_backward_kernel": 800,
     **(BY_TRITON_3_6 if triton.__version__.startswith("3.6.") else {}),
 }
 TARGET = GPUTarget("cuda", 90, 32)
@@ -78,7 +78,7 @@ class Compiled:
     def line(self) -> str:
         """The row that is printed."""
         return (
-            f"{self.kernel:26} {self.case:34} warps {self.warps:2}  registers {self.registers:3}  spills {self.spills:3} bytes  "
+            f"{self.kernel:33} {self.case:34} warps {self.warps:2}  registers {self.registers:3}  spills {self.spills:3} bytes  "
             f"shared {self.shared:6}  loads of {', '.join(map(str, self.loads))} bytes"
         )
 

@@ -26,20 +26,20 @@ sys.path.insert(0, str(ROOT))
 import torch
 from matplotlib.figure import Figure
 
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.settings.hybrid import HybridConfig
 from megatron.core.config.settings.model import ModelConfig, PositionConfig
 from megatron.core.config.settings.optim import OptimizerConfig, ScheduleConfig
 from megatron.core.config.settings.run import RunConfig, TrainConfig
-from megatron.core.kernels.table import KernelRequirements, select_kernels
+from megatron.core.kernels.choice.table import KernelRequirements, select_kernels
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.training.data.batch import Batch, LossFunction, masked_loss_sum
-from megatron.training.run import RunContext
-from megatron.training.step import train_step
-from megatron.training.trainer import build_trainer
+from megatron.training.state.batch import Batch, LossFunction, masked_loss_sum
+from megatron.training.state.run import RunContext
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import build_trainer
 
 KEYS, VALUES = 32, 32
 PATTERNS = {"hybrid": "MM*M", "Mamba-2 alone": "MMMM"}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.core.config.plan import stage_rank_and_chunk
+from megatron.core.config.plan.layers import stage_rank_and_chunk
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.tokenizers.base import Tokenizer, read_flag_file_text
 from megatron.evaluation.vision_benchmarks import (
     BENCHMARKS,

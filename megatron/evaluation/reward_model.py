@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.special_tokens import tokenize_marked_text

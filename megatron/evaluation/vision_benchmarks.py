@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.datasets.special_tokens import IMAGE
 from megatron.core.datasets.storage import read_text_lines, write_file
 from megatron.evaluation import vision_metrics

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from megatron.core.config.flags import raise_config_error_if
+from megatron.core.config.flags.declare import raise_config_error_if
 from megatron.inference.requests import GenerationReply, GenerationRequest, Ids
 from megatron.inference.sampling import SamplingParams
 

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.config.plan import LayerPlan
+from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
-from megatron.core.kernels.paged import CacheBlockTables
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops.paged import CacheBlockTables
 from megatron.core.transformer.context.cache import Mix, StatefulMixer
 from megatron.inference.recurrent_states import EqualLengthGroup, StatePool
 
@@ -74,7 +74,7 @@ class KVCache:
     """The paged KV cache of one rank: for each layer a tensor [slots, heads * size] of keys, and one of values. Slot i
     of block b is b * block_size + i. width: numbers cached per token and layer, on average. states: hidden states for
     each depth of multi-token prediction, [slots, h]. paged: attention kernel that reads blocks in place
-    (kernels/paged.py); None: keys are gathered for the layers' own kernel.
+    (kernels/ops/paged.py); None: keys are gathered for the layers' own kernel.
     """
 
     def __init__(

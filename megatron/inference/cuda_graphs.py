@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import reference
-from megatron.core.kernels.host_read_permission import avoid_host_reads
-from megatron.core.kernels.paged import CacheBlockTables
+from megatron.core.kernels.ops import reference
+from megatron.core.kernels.ops.host_read_permission import avoid_host_reads
+from megatron.core.kernels.ops.paged import CacheBlockTables
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import device as devices
 from megatron.inference.cache import EqualQueryLengthGroup, KVCache, SequenceSpan, StepKVCache, block_tables_of

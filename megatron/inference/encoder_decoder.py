@@ -17,9 +17,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import raise_config_error_if
+from megatron.core.config.flags.declare import raise_config_error_if
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from megatron.core.config.flags import raise_config_error_if
+from megatron.core.config.flags.declare import raise_config_error_if
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.device import has_separate_memory

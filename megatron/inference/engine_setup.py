@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.inference import MOST_CACHE_BYTES, InferenceConfig
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.kernels import paged
-from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
+from megatron.core.kernels.choice.table import CANDIDATES, KernelRequirements, select_kernels
+from megatron.core.kernels.ops import paged
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, raise_config_error_if
+from megatron.core.config.flags.declare import ConfigError, raise_config_error_if
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.images import ImageError, read_image_bytes

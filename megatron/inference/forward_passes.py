@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.plan import Placement
+from megatron.core.config.settings.parallel import Placement
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.executor import Shape, run_rank_script
 from megatron.core.pipeline_parallel.schedules import forward_only_plan

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.flags import config_from_flat_dict
+from megatron.core.config.flags.declare import config_from_flat_dict
 from megatron.core.config.settings.data import SFTDataConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.multimodal import MultimodalDataConfig

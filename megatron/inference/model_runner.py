@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.config.plan import LayerPlan, mtp_depth_layer_plans
+from megatron.core.config.plan.layers import LayerPlan, mtp_depth_layer_plans
 from megatron.core.families.adapter_set import LoadedAdapter
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.vision import IdsWithImages, ImageEmbedder

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.core.config.flags import raise_config_error_if
+from megatron.core.config.flags.declare import raise_config_error_if
 from megatron.inference.sampling import SamplingParams
 from megatron.inference.step_input import PromptImages
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import raise_config_error_if
+from megatron.core.config.flags.declare import raise_config_error_if
 from megatron.core.parallel.device import copy_arrays_to_device
 
 

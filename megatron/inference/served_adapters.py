@@ -8,7 +8,7 @@ from itertools import count
 import torch
 
 from megatron.core.config.adapters import EXPERTS
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.adapter_set import LoadedAdapter, incomplete_adapter_problems, require_adapters_fit_network

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.inference.engine import Engine
 from megatron.inference.liveness import RankLiveness

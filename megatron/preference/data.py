@@ -27,10 +27,10 @@ from megatron.preference.reference_cache import load_or_cache_reference_logprobs
 from megatron.preference.settings import PreferenceConfig, reference_checkpoint_path
 from megatron.preference.step import compute_answer_logprobs, mismatched_answers_batch
 from megatron.training.checkpoint.reference import load_reference_policy
-from megatron.training.data.batch import Batch
 from megatron.training.loader import ClosableBatches, Datasets, SplitBatches, build_split_batches
-from megatron.training.run import RunContext
-from megatron.training.trainer import Trainer
+from megatron.training.state.batch import Batch
+from megatron.training.state.run import RunContext
+from megatron.training.state.trainer import Trainer
 
 
 def make_finetune_dataset_kind(run: RunContext, config: PreferenceConfig) -> DatasetKind:

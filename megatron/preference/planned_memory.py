@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.flops import BYTES, estimate_memory_by_pipeline_rank
 from megatron.preference.settings import PreferenceConfig, reference_checkpoint_path
 

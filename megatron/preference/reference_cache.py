@@ -35,10 +35,10 @@ from megatron.preference.step import compute_answer_logprobs, mismatched_answers
 from megatron.training.checkpoint.adapters import source_base_hash
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.resuming import decide_on_first_rank
-from megatron.training.data.batch import Batch
 from megatron.training.data.sample_order import FILL, stages_read_data
 from megatron.training.loader import single_pass_microbatches
-from megatron.training.trainer import Trainer
+from megatron.training.state.batch import Batch
+from megatron.training.state.trainer import Trainer
 
 _EVERYTHING = AdapterConfig(lora_rank=1)  # of whose base all weights are hashed
 _WORDS = {

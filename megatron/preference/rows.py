@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.foreign_mapping import ForeignMapping
+from megatron.core.config.foreign.mapping import ForeignMapping
 from megatron.core.datasets.conversation_rows import tools_and_variables
 from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.indexed import DataError

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.adapters import is_trained_parameter
-from megatron.core.config.figures import match_metric_name
-from megatron.core.config.flags import flag, flag_fields, flag_name
+from megatron.core.config.flags.declare import flag, flag_fields, flag_name
+from megatron.core.config.flags.figures import match_metric_name
 from megatron.core.config.settings.run import RunConfig
 
 Task = Literal["sft", "dpo", "kto", "reward"]

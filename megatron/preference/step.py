@@ -16,11 +16,11 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.pipeline_parallel.executor import run_rank_script as execute
 from megatron.preference.losses import PAIR_LOSSES, AnswerLogprobs, kto_loss, reward_loss, share_of_right_order
 from megatron.preference.settings import PreferenceConfig
-from megatron.training.data.batch import Batch, Loss, LossFunction
 from megatron.training.evaluate import evaluation_mode
-from megatron.training.run import RunContext
-from megatron.training.step import StepWork
-from megatron.training.trainer import Trainer
+from megatron.training.state.batch import Batch, Loss, LossFunction
+from megatron.training.state.run import RunContext
+from megatron.training.state.step import StepWork
+from megatron.training.state.trainer import Trainer
 
 
 class PreferenceStep:

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core.config.flags import config_from_namespace, raw_flag_values
+from megatron.core.config.flags.declare import config_from_namespace, raw_flag_values
 from megatron.core.config.rules.engine import NEEDS, broken_rules
 from megatron.core.config.rules.rule import ConfigRuleInput
 from megatron.core.config.settings.run import RequestedRun

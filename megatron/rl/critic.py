@@ -13,7 +13,7 @@ import dataclasses
 
 from torch import Tensor, nn
 
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.gpt import GPTModel

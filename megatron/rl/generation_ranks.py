@@ -37,8 +37,8 @@ from megatron.rl.rollouts import (
 from megatron.rl.settings import RLConfig, generation_run_config
 from megatron.training.launch.launch_info import LaunchInfo
 from megatron.training.launch.rendezvous import init_default_process_group
-from megatron.training.run import RunContext
-from megatron.training.trainer import Trainer
+from megatron.training.state.run import RunContext
+from megatron.training.state.trainer import Trainer
 
 Played = tuple[list[Rollout | Draft], RolloutTimes]
 

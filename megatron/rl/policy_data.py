@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import raise_config_error_if
+from megatron.core.config.flags.declare import raise_config_error_if
 from megatron.core.datasets.indexed import DataError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
@@ -62,13 +62,13 @@ from megatron.rl.rollout_sample_files import RolloutSampleFiles, rollout_sample_
 from megatron.rl.rollouts import Draft, Rollout, RolloutLimits, RolloutTask, RolloutTimes, play_rollouts
 from megatron.rl.settings import RLConfig, generation_run_config, reference_checkpoint_path
 from megatron.training.checkpoint.reference import load_reference_policy
-from megatron.training.data.batch import Batch
 from megatron.training.evaluate import evaluation_mode
 from megatron.training.health.bad_steps import BadStepError
-from megatron.training.hooks import StepHooks
 from megatron.training.loader import SplitBatches
-from megatron.training.run import RunContext
-from megatron.training.trainer import Trainer
+from megatron.training.state.batch import Batch
+from megatron.training.state.hooks import StepHooks
+from megatron.training.state.run import RunContext
+from megatron.training.state.trainer import Trainer
 
 
 class PolicyData(StepHooks):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.config.plan import StageSpec, network_layer_plans
+from megatron.core.config.plan.layers import StageSpec, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
@@ -20,10 +20,10 @@ from megatron.rl import losses
 from megatron.rl.algorithms import ALGORITHMS, PolicyAlgorithm
 from megatron.rl.critic import ActorCritic
 from megatron.rl.settings import RLConfig
-from megatron.training.data.batch import Batch, Loss, LossFunction
-from megatron.training.run import RunContext
-from megatron.training.step import StepWork
-from megatron.training.trainer import ModelProvider, Trainer
+from megatron.training.state.batch import Batch, Loss, LossFunction
+from megatron.training.state.run import RunContext
+from megatron.training.state.step import StepWork
+from megatron.training.state.trainer import ModelProvider, Trainer
 
 
 @dataclass(frozen=True, slots=True)

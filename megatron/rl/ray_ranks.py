@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.rl.settings import RLConfig
 from megatron.training.launch.launch_info import LaunchInfo, environment_with_changes, rendezvous_environment
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.sharded_state import ShardedTensor, Tree, add_sharded_tensor, sharded_parameter
 from megatron.core.models.gpt import GPTModel
@@ -29,8 +29,8 @@ from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import param_spec_of
 from megatron.training.checkpoint.run_state import weights_of
-from megatron.training.run import RunContext
-from megatron.training.trainer import Trainer
+from megatron.training.state.run import RunContext
+from megatron.training.state.trainer import Trainer
 
 GROUP_BYTES = 1 << 28  # of parameters that are sent together
 

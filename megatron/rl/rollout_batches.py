@@ -24,7 +24,7 @@ import numpy as np
 from megatron.core.parallel.mesh import Mesh
 from megatron.rl.algorithms import Average
 from megatron.rl.rollouts import Rollout
-from megatron.training.data.batch import Batch
+from megatron.training.state.batch import Batch
 
 Arrays = dict[str, np.ndarray]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Literal
 
-from megatron.core.config.flags import flag, flag_name
+from megatron.core.config.flags.declare import flag, flag_name
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RunConfig
 

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.plan.layers import StageSpec
 from megatron.core.datasets.storage import atomic_file
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.lock import FolderLock
@@ -36,18 +36,18 @@ from megatron.tasks.texts import MultipleChoiceSamples, PairSamples, TextPairTok
 from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.checkpoint.checkpointing import Checkpointer, lock_save_folder
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.data.batch import Batch, Loss, LossFunction
 from megatron.training.data.sample_order import FILL, read_and_stack_samples, stages_read_data
 from megatron.training.evaluate import evaluate_loss
 from megatron.training.health.bad_steps import StepValidator
 from megatron.training.health.exit_conditions import ExitConditions
+from megatron.training.hooks.run_record import add_steps_to_run_log
+from megatron.training.hooks.writers import Writers
 from megatron.training.loader import single_pass_microbatches
 from megatron.training.report.metrics import StepMetricsMeter
-from megatron.training.report.run_record import add_steps_to_run_log
-from megatron.training.report.writers import Writers
-from megatron.training.run import RunContext
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer, build_trainer
+from megatron.training.state.batch import Batch, Loss, LossFunction
+from megatron.training.state.run import RunContext
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer, build_trainer
 
 Samples = PairSamples | MultipleChoiceSamples
 _TASKS = {**TASKS, "RACE": GlueTask((), "answers", tuple("ABCD"))}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config.flags import ConfigError, config_from_namespace, flag, raw_flag_values
+from megatron.core.config.flags.declare import ConfigError, config_from_namespace, flag, raw_flag_values
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.build import build_tokenizer
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron.core.config.flags import config_from_namespace
+from megatron.core.config.flags.declare import config_from_namespace
 from megatron.tasks.finetune import finetune
 from megatron.tasks.flags import ZERO_SHOT, TaskConfig
 from megatron.tasks.zeroshot import run_zero_shot
 from megatron.training.entry import guarded_entry_point
 from megatron.training.health.failures import annotate_errors
 from megatron.training.health.watchdog import HangDetector
+from megatron.training.hooks.run_record import record_run_start_and_error
 from megatron.training.initialize import initialize_megatron
-from megatron.training.report.run_record import record_run_start_and_error
 
 
 def run_task(args: Namespace) -> None:

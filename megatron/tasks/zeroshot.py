@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.special_tokens import count_ids_around_text, encode_without_special_tokens
 from megatron.core.datasets.storage import split_text_lines
@@ -32,12 +32,12 @@ from megatron.tasks.flags import TaskConfig
 from megatron.tasks.glue import bad_lines_message, read_utf8_text
 from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.data.batch import Batch, LossFunction, masked_loss_sum
 from megatron.training.data.sample_order import stages_read_data
 from megatron.training.evaluate import evaluate_loss, evaluation_mode
 from megatron.training.loader import single_pass_microbatches
-from megatron.training.run import RunContext
-from megatron.training.trainer import Trainer, build_trainer
+from megatron.training.state.batch import Batch, LossFunction, masked_loss_sum
+from megatron.training.state.run import RunContext
+from megatron.training.state.trainer import Trainer, build_trainer
 
 LARGEST_EXPONENT = 20.0  # a perplexity is not stated beyond e^20
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, add_config_arguments, flag_fields
+from megatron.core.config.flags.declare import ConfigError, add_config_arguments, flag_fields
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.ingest.input_spans import InputPosition
 from megatron.core.datasets.ingest.inputs import (

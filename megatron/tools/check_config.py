@@ -20,17 +20,17 @@ from typing import Any
 
 from megatron.core.datasets.storage import write_file
 from megatron.core.tokenizers.build import expected_vocab_size
+from megatron.plan.analytic_estimate import with_padded_vocabulary
+from megatron.plan.command import ENTRIES, ParsedTrainingCommand, parse_training_command
+from megatron.plan.hardware import PROFILES, hardware_of
+from megatron.plan.repair import WORLD, BrokenRule, RepairResult, RunSetup, smallest_repair
 from megatron.tools.parser import (
     ToolArgumentParser,
     add_world_size_and_entry_options,
     exit_on,
     parse_options_and_run_words,
 )
-from megatron.trust.flags.command import ENTRIES, ParsedTrainingCommand, parse_training_command
-from megatron.trust.flags.repair import WORLD, BrokenRule, RepairResult, RunSetup, smallest_repair
-from megatron.trust.flags.rule_page import rules_page_markdown
-from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
-from megatron.trust.plan.hardware import PROFILES, hardware_of
+from megatron.verify.rule_page import rules_page_markdown
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -213,7 +213,7 @@ def _layout_build_lines(built: dict[str, Any]) -> list[str]:
 
 def build_layout_for_report(setting: RunSetup, true_vocab_size: int | None) -> dict[str, Any]:
     """Build the layout's stages on the meta device and return what `--build` reports, as plain values."""
-    from megatron.trust.flags.layout_build_check import (
+    from megatron.plan.simulate.layout_build_check import (
         check_layout_parameters,
     )  # needs torch, which no other answer waits for
 

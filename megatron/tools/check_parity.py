@@ -19,16 +19,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.run import RunConfig
+from megatron.plan.command import ENTRIES, parse_training_command
 from megatron.tools.parser import (
     ToolArgumentParser,
     add_world_size_and_entry_options,
     exit_on,
     parse_options_and_run_words,
 )
-from megatron.trust.flags.command import ENTRIES, parse_training_command
-from megatron.trust.parity.proxy_config import ProxyConfig, make_proxy_config
+from megatron.verify.parity.proxy_config import ProxyConfig, make_proxy_config
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -62,7 +62,7 @@ def proxy_config_of_command(options: argparse.Namespace, words: Sequence[str]) -
 
 def run_parity_check_for_report(small: ProxyConfig, limit: float) -> dict[str, Any]:
     """Run the proxy config both ways and return how the runs differ, as plain values. limit: seconds."""
-    from megatron.trust.parity.serial_comparison import (
+    from megatron.verify.parity.serial_comparison import (
         run_layout_parity_check,  # needs torch, which no other answer waits for
     )
 

@@ -18,7 +18,7 @@ from typing import Any
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.launch.launch_info import install_interrupt_excepthook
 from megatron.training.report.run_log import to_json_value
-from megatron.trust.compare.runs import (
+from megatron.verify.compare.runs import (
     RunDivergence,
     RunHistory,
     RunSetupDifference,

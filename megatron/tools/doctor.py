@@ -16,22 +16,22 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from megatron.core.config.flags import ConfigError, config_from_namespace
+from megatron.core.config.flags.declare import ConfigError, config_from_namespace
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.kernels.startup_check import KernelChoice, select_kernels_with_trials
-from megatron.core.kernels.table import KernelRequirements
+from megatron.core.kernels.choice.startup_check import KernelChoice, select_kernels_with_trials
+from megatron.core.kernels.choice.table import KernelRequirements
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import pick_device, set_current_device
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.plan.command import ENTRIES, split_launch_command
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.cli.arguments import parse_args_unchecked
 from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.cli.preflight import fit_elastic_layout, resolve_and_examine
 from megatron.training.initialize import build_mesh, leave_process_group
 from megatron.training.launch.launch_info import world_size
-from megatron.trust.doctor import DoctorContext, DoctorFinding, diagnose_all
-from megatron.trust.flags.command import ENTRIES, split_launch_command
+from megatron.verify.doctor import DoctorContext, DoctorFinding, diagnose_all
 
 # Stands for the network of a run whose flags are missing or broken, so that the machines can be examined all the same.
 STAND_IN = (

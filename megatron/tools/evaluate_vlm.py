@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.datasets.storage import read_text_lines, write_file
 from megatron.evaluation.vision_benchmarks import (
     BENCHMARKS,

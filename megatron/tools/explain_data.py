@@ -18,15 +18,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from io import TextIOWrapper
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.datasets.data_splits import SPLITS
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.kinds import KINDS
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.parallel.grid import axis_rank_groups
 from megatron.core.tokenizers.build import build_tokenizer
+from megatron.plan.command import ENTRIES
 from megatron.tools.parser import ToolArgumentParser, exit_on
 from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
 from megatron.training.data.inspect_samples import (
@@ -37,7 +38,6 @@ from megatron.training.data.inspect_samples import (
     SampleDescription,
 )
 from megatron.training.data.sample_order import stages_read_data
-from megatron.trust.flags.command import ENTRIES
 
 SHOWN_TEXT = 72
 _READS_AS = {"hybrid": "gpt", "mamba": "gpt"}  # scripts that read the samples of another

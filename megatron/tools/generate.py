@@ -28,7 +28,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_namespace
+from megatron.core.config.flags.declare import ConfigError, add_config_arguments, config_from_namespace
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.images import ImageError, read_image_bytes

@@ -9,7 +9,7 @@ import argparse
 import logging
 import sys
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.inference.engine import Engine
 from megatron.inference.generate import GenerationFailed, generate_texts

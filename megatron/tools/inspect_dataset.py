@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_namespace
+from megatron.core.config.flags.declare import ConfigError, add_config_arguments, config_from_namespace
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets import sidecar
 from megatron.core.datasets.bin_idx_check import bin_idx_pair_problems, document_lengths, write_sidecar_of_pair

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from megatron.core.config.flags import accept_values_with_dashes
+from megatron.core.config.flags.declare import accept_values_with_dashes
 from megatron.core.tokenizers.generation_config import GenerationDefaults
 from megatron.training.cli.commands import command_name, with_command_names
 

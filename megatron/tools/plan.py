@@ -24,11 +24,29 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.datasets.storage import write_file
 from megatron.core.tokenizers.build import expected_vocab_size
+from megatron.plan.analytic_estimate import AnalyticEstimate, with_padded_vocabulary
+from megatron.plan.command import ENTRIES, parse_training_command
+from megatron.plan.cost import StepTime
+from megatron.plan.hardware import PROFILES, Hardware, hardware_of
+from megatron.plan.layer_profile import LayerProfiler
+from megatron.plan.layout_search import LayerEstimator, search_layouts
+from megatron.plan.planner import DryRunner, add_memory_saving_changes, estimate_run
+from megatron.plan.repair import RunSetup
+from megatron.plan.report import (
+    layout_search_report_values,
+    layout_search_text,
+    run_estimate_html,
+    run_estimate_text,
+    run_estimate_values,
+)
+from megatron.plan.simulate.collective_matching import match_collectives
+from megatron.plan.stage_estimate import can_profile, profiled_estimate
+from megatron.plan.units import bytes_text
 from megatron.rl.planned_memory import memory_parts_text
 from megatron.tools.parser import (
     ToolArgumentParser,
@@ -37,24 +55,6 @@ from megatron.tools.parser import (
     parse_options_and_run_words,
 )
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.command import ENTRIES, parse_training_command
-from megatron.trust.flags.repair import RunSetup
-from megatron.trust.plan.analytic_estimate import AnalyticEstimate, with_padded_vocabulary
-from megatron.trust.plan.cost import StepTime
-from megatron.trust.plan.hardware import PROFILES, Hardware, hardware_of
-from megatron.trust.plan.layer_profile import LayerProfiler
-from megatron.trust.plan.layout_search import LayerEstimator, search_layouts
-from megatron.trust.plan.planner import DryRunner, add_memory_saving_changes, estimate_run
-from megatron.trust.plan.report import (
-    layout_search_report_values,
-    layout_search_text,
-    run_estimate_html,
-    run_estimate_text,
-    run_estimate_values,
-)
-from megatron.trust.plan.stage_estimate import can_profile, profiled_estimate
-from megatron.trust.simulate.collective_matching import match_collectives
-from megatron.trust.units import bytes_text
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -136,7 +136,7 @@ def resolve_setup_or_exit(options: argparse.Namespace, words: Sequence[str]) -> 
 
 def make_dry_runner(hardware: Hardware, *, until: float = math.inf) -> DryRunner:
     """Return the dry run function, which needs torch, with the document attention that this hardware has. until: see `dry_run`."""
-    from megatron.trust.simulate.dry_run import dry_run
+    from megatron.plan.simulate.dry_run import dry_run
 
     return partial(dry_run, varlen=hardware.fused, until=until)
 
@@ -145,7 +145,7 @@ def make_layer_estimator(hardware: Hardware, passes: int, *, until: float) -> La
     """Return the function that estimates a layout from dry runs of its layers, which need torch. passes: see `step_cost`;
     until: see `dry_run`.
     """
-    from megatron.trust.simulate.one_microbatch import layer_runner
+    from megatron.plan.simulate.one_microbatch import layer_runner
 
     profiler = LayerProfiler(hardware, layer_runner(varlen=hardware.fused, until=until))
 
@@ -237,7 +237,7 @@ def estimate_and_print_run(
 
 def measure_and_write_hardware(path: Path) -> None:
     """Measure this machine, and write its profile (on the first rank)."""
-    from megatron.trust.plan.measure import measure_hardware
+    from megatron.plan.measure import measure_hardware
 
     hardware = measure_hardware(say=print_to_stderr)
     if hardware is not None:

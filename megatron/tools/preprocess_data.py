@@ -19,7 +19,12 @@ from dataclasses import replace
 
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_namespace, raise_config_error_if
+from megatron.core.config.flags.declare import (
+    ConfigError,
+    add_config_arguments,
+    config_from_namespace,
+    raise_config_error_if,
+)
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.encode import EncodeOptions

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_namespace
+from megatron.core.config.flags.declare import ConfigError, add_config_arguments, config_from_namespace
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.core.datasets.multimodal_bin_idx import IMAGE, TEXT, image_bytes_to_int32

@@ -16,12 +16,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.plan.simulate.providers import PROVIDERS
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.launch.launch_info import install_interrupt_excepthook
-from megatron.trust.compare.replay import FailureReplayResult, replay_failure_dump
-from megatron.trust.providers import PROVIDERS
+from megatron.verify.compare.replay import FailureReplayResult, replay_failure_dump
 
 
 def replay_report_lines(replayed: FailureReplayResult, most: int) -> Iterator[str]:

@@ -19,7 +19,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_flat_dict, config_from_namespace
+from megatron.core.config.flags.declare import (
+    ConfigError,
+    add_config_arguments,
+    config_from_flat_dict,
+    config_from_namespace,
+)
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.data import SFTDataConfig
 from megatron.core.config.settings.inference import InferenceConfig

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.datasets.storage import DataError, atomic_file, read_text_lines
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.evaluation.likelihood import EvaluationBatchLimits

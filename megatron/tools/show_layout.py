@@ -10,11 +10,11 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from megatron.core.config.flags import ConfigError, config_from_namespace, raise_config_error_if
+from megatron.core.config.flags.declare import ConfigError, config_from_namespace, raise_config_error_if
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.rules.engine import NEEDS, RULES
 from megatron.core.config.rules.rule import ConfigRuleInput
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.datasets.storage import atomic_file
 from megatron.core.models.describe import count_active_parameters, count_parameters
 from megatron.core.models.flops import estimate_memory_by_pipeline_rank
@@ -22,10 +22,10 @@ from megatron.core.parallel.grid import axis_rank_groups
 from megatron.core.pipeline_parallel.schedules import num_plan_stages, pipeline_plan_of_run
 from megatron.core.pipeline_parallel.timeline import draw_text_timeline, simulate_pipeline_plan
 from megatron.core.tokenizers.build import expected_vocab_size
+from megatron.plan.analytic_estimate import num_microbatches, with_padded_vocabulary
+from megatron.plan.units import bytes_text
 from megatron.tools.parser import ToolArgumentParser, exit_on
 from megatron.training.cli.arguments import parse_args_unchecked
-from megatron.trust.plan.analytic_estimate import num_microbatches, with_padded_vocabulary
-from megatron.trust.units import bytes_text
 
 CAN_DRAW = importlib.util.find_spec("matplotlib") is not None
 if CAN_DRAW:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, add_config_arguments, config_from_namespace
+from megatron.core.config.flags.declare import ConfigError, add_config_arguments, config_from_namespace
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.input_spans import InputPosition

@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.training.health.bad_steps import BadStepError

@@ -10,9 +10,9 @@ import torch
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import without_cudnn_attention
 from megatron.core.pipeline_parallel.executor import run_rank_script
-from megatron.training.data.batch import Batch
-from megatron.training.step import StepWork
-from megatron.training.trainer import Trainer
+from megatron.training.state.batch import Batch
+from megatron.training.state.step import StepWork
+from megatron.training.state.trainer import Trainer
 
 
 def evaluate_loss(trainer: Trainer, batches: Iterator[Batch], iterations: int) -> dict[str, float]:

@@ -6,7 +6,7 @@ import argparse
 
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.report.timers import Timers
-from megatron.training.run import RunContext
+from megatron.training.state.run import RunContext
 
 _RUN: RunContext | None = None
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from megatron.core.config.flags import ConfigError, config_from_namespace, raise_config_error_if
+from megatron.core.config.flags.declare import ConfigError, config_from_namespace, raise_config_error_if
 from megatron.core.config.settings.parallel import can_exchange_heads
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import check_save_folder_writable
+from megatron.core.kernels.choice.startup_check import select_kernels_with_trials
 from megatron.core.kernels.low_precision import recipes
-from megatron.core.kernels.startup_check import select_kernels_with_trials
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import device_name, disable_malloc_trim, pick_device, set_current_device, synchronize
 from megatron.core.parallel.mesh import Mesh
@@ -30,6 +30,7 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.training import global_vars
 from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.cli.preflight import fit_elastic_layout, preflight
+from megatron.training.hooks.run_record import run_log_path
 from megatron.training.launch.elastic import elastic_layout_change_text
 from megatron.training.launch.launch_info import read_launch_info, world_size
 from megatron.training.launch.rendezvous import (
@@ -39,9 +40,8 @@ from megatron.training.launch.rendezvous import (
     wait_as_spare_rank,
 )
 from megatron.training.report.run_log import RunLog
-from megatron.training.report.run_record import run_log_path
 from megatron.training.report.timers import Timers
-from megatron.training.run import RunContext
+from megatron.training.state.run import RunContext
 
 MeshOf = Callable[[RunConfig, torch.device], tuple[Mesh, RunConfig]]
 

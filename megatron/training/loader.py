@@ -21,7 +21,6 @@ import torch
 
 from megatron.core.datasets.indexed import DataError
 from megatron.core.parallel import collectives
-from megatron.training.data.batch import Batch
 from megatron.training.data.rebalance import RebalancedBatches
 from megatron.training.data.sample_order import (
     MapStyleDataset,
@@ -35,8 +34,9 @@ from megatron.training.data.sample_order import (
     stages_read_data,
 )
 from megatron.training.launch.launch_info import read_launch_info
-from megatron.training.run import RunContext
-from megatron.training.trainer import Trainer
+from megatron.training.state.batch import Batch
+from megatron.training.state.run import RunContext
+from megatron.training.state.trainer import Trainer
 
 _AHEAD = 2  # microbatches prepared by each reading thread
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.config.figures import match_metric_name
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.flags.figures import match_metric_name
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.run import CheckpointConfig, RunConfig
-from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.saver import SaveOutcome
 from megatron.core.models.flops import estimate_memory_by_pipeline_rank, flops_per_sample
@@ -27,7 +27,6 @@ from megatron.core.parallel.mesh import Axis
 from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.accelerate.cuda_graphs import LayerGraphCapturer
 from megatron.training.checkpoint.checkpointing import Checkpointer, lock_save_folder
-from megatron.training.data.batch import require_next_batch
 from megatron.training.evaluate import evaluate_loss, evaluation_mode
 from megatron.training.health.bad_steps import BadStepError, RollBackRequest, StepValidator
 from megatron.training.health.causality_check import require_causal_attention
@@ -37,6 +36,8 @@ from megatron.training.health.replica_check import ReplicaCheck, ReplicaMismatch
 from megatron.training.health.rerun import ResultRejectedError, StepRerun
 from megatron.training.health.stragglers import StragglerDetector
 from megatron.training.health.watchdog import HangDetector
+from megatron.training.hooks.run_record import add_steps_to_run_log, record_run_start_and_error
+from megatron.training.hooks.writers import Writers
 from megatron.training.launch.launch_info import read_launch_info
 from megatron.training.loader import DatasetProvider, EvaluationData, SplitBatches, build_split_batches
 from megatron.training.report.metrics import (
@@ -48,12 +49,11 @@ from megatron.training.report.metrics import (
     theoretical_memory_line,
 )
 from megatron.training.report.run_log import LogFile
-from megatron.training.report.run_record import add_steps_to_run_log, record_run_start_and_error
 from megatron.training.report.timers import max_times_by_tag, timer_report_text
-from megatron.training.report.writers import Writers
-from megatron.training.run import RunContext, TrainingProgress
-from megatron.training.step import train_step
-from megatron.training.trainer import Evaluate, ForwardStep, ModelProvider, Samples, Trainer, build_trainer
+from megatron.training.state.batch import require_next_batch
+from megatron.training.state.run import RunContext, TrainingProgress
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Evaluate, ForwardStep, ModelProvider, Samples, Trainer, build_trainer
 
 
 def pretrain(

@@ -14,8 +14,8 @@ import pytest
 
 from megatron.core.dist_checkpointing.checkpoint_folders import iteration_folder
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
-from megatron.trust.compare.checkpoints import compare_sources
-from megatron.trust.state_inventory import compare_training_states
+from megatron.verify.compare.checkpoints import compare_sources
+from megatron.verify.state_inventory import compare_training_states
 from tests.conftest import NOTES
 from tests.crash.lives import LAYOUTS, Lives
 

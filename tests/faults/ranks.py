@@ -26,12 +26,13 @@ import pretrain_gpt
 from megatron.core.distributed import ddp
 from megatron.core.optimizer import optimizer
 from megatron.core.parallel.spec import param_spec_of
-from megatron.training import loop, step
+from megatron.training import loop
 from megatron.training.checkpoint import checkpointing
 from megatron.training.cli.arguments import parse_args_or_raise
 from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
-from megatron.training.run import RunContext
+from megatron.training.state import step
+from megatron.training.state.run import RunContext
 from tests.helpers.programme import TINY, write_tokens
 
 ITERATION = 2  # in which it happens

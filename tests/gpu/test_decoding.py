@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.config.stages import stage_specs_of_run
-from megatron.core.kernels import paged
+from megatron.core.kernels.ops import paged
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference import adapters, sampled_tokens
 from megatron.inference.engine import Engine

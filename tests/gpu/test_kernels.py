@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.kernels import linear_loss, reference
-from megatron.core.kernels.kernel_check import TOLERANCE, try_usable_kernels
-from megatron.core.kernels.linear_loss import VocabularyShard
-from megatron.core.kernels.mask import AttentionMaskSpec
-from megatron.core.kernels.startup_check import select_kernels_with_trials
-from megatron.core.kernels.table import CANDIDATES
+from megatron.core.kernels.choice.kernel_check import TOLERANCE, try_usable_kernels
+from megatron.core.kernels.choice.startup_check import select_kernels_with_trials
+from megatron.core.kernels.choice.table import CANDIDATES
+from megatron.core.kernels.ops import linear_loss, reference
+from megatron.core.kernels.ops.linear_loss import VocabularyShard
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.health.causality_check import require_causal_attention
 from tests.gpu.test_training import losses_on

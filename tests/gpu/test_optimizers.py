@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.kernels import adamw
+from megatron.core.kernels.ops import adamw
 from megatron.core.parallel.device import device_memory_stats
 from tests.gpu.test_training import losses_on
 from tests.helpers import tiny

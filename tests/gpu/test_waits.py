@@ -19,7 +19,7 @@ from megatron.core.transformer.dispatch import AllToAllTokenDispatcher
 from megatron.core.transformer.router import ExpertRouting
 from megatron.training.health.exit_conditions import ExitConditions
 from megatron.training.loop import TrainingSession
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.gpu.test_training import MODELS
 from tests.helpers import tiny
 from tests.helpers.programme import trained

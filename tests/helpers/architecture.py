@@ -3,8 +3,9 @@
 A rule is a function from the files of a tree to its offences: path, line, what is wrong and what to do. The table RULES
 at the end names them all; `tests/test_architecture.py` runs them over the repository.
 
-    layer 11  tools/  examples/
-    layer 10  megatron/trust/
+    layer 12  tools/  examples/
+    layer 11  megatron/verify/
+    layer 10  megatron/plan/
     layer 9   pretrain_*.py  finetune.py  train_rl.py  tasks/
     layer 8   megatron/rl/  megatron/preference/
     layer 7   megatron/evaluation/
@@ -48,7 +49,8 @@ LAYERS = (
     ("evaluation",),
     ("rl", "preference"),  # reward models score answers
     ("entries", "tasks"),
-    ("trust",),  # rehearses what the entries train
+    ("plan",),  # simulates what the entries train
+    ("verify",),
     ("tools", "examples"),
 )
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
@@ -63,7 +65,7 @@ SHIMS = ("megatron/core/parallel_state.py", "megatron/training/global_vars.py")
 LATE_IMPORTS = (
     "megatron/core/kernels/",
     "megatron/core/tokenizers/",
-    "megatron/training/report/writers.py",
+    "megatron/training/hooks/writers.py",
     "megatron/core/families/hf.py",
     "megatron/core/datasets/samplers.py",
     "megatron/core/datasets/storage.py",
@@ -74,7 +76,7 @@ LATE_IMPORTS = (
 )
 # Parts of ours that may come late: the command line is read before torch is imported, and DTensor only with FSDP2.
 LATE_OWN = (
-    ("megatron/training/trainer.py", "megatron.core.distributed.fsdp.FullySharded"),
+    ("megatron/training/state/trainer.py", "megatron.core.distributed.fsdp.FullySharded"),
     ("megatron/training/cli/arguments.py", "megatron.training.checkpoint.formats.foreign_checkpoint_settings"),
     ("megatron/training/cli/arguments.py", "megatron.training.checkpoint.adapters.adapter_config_of"),
     ("megatron/training/cli/arguments.py", "megatron.core.families.megatron.open.read_megatron_arguments"),
@@ -88,18 +90,18 @@ LATE_OWN = (
     ("megatron/rl/planned_memory.py", "megatron.core.dist_checkpointing.checkpoint_folders.CheckpointError"),
     ("megatron/rl/planned_memory.py", "megatron.training.checkpoint.formats.open_checkpoint"),
     ("megatron/tasks/main.py", "megatron.tasks.run.run_task"),
-    ("megatron/tools/checkpoint/inspect.py", "megatron.trust.compare.foreign_contents.foreign_checkpoint_contents"),
-    ("megatron/tools/check_config.py", "megatron.trust.flags.layout_build_check.check_layout_parameters"),
-    ("megatron/tools/check_parity.py", "megatron.trust.parity.serial_comparison.run_layout_parity_check"),
-    ("megatron/tools/plan.py", "megatron.trust.simulate.dry_run.dry_run"),
-    ("megatron/tools/plan.py", "megatron.trust.simulate.one_microbatch.layer_runner"),
-    ("megatron/tools/plan.py", "megatron.trust.plan.measure.measure_hardware"),
+    ("megatron/tools/checkpoint/inspect.py", "megatron.verify.compare.foreign_contents.foreign_checkpoint_contents"),
+    ("megatron/tools/check_config.py", "megatron.plan.simulate.layout_build_check.check_layout_parameters"),
+    ("megatron/tools/check_parity.py", "megatron.verify.parity.serial_comparison.run_layout_parity_check"),
+    ("megatron/tools/plan.py", "megatron.plan.simulate.dry_run.dry_run"),
+    ("megatron/tools/plan.py", "megatron.plan.simulate.one_microbatch.layer_runner"),
+    ("megatron/tools/plan.py", "megatron.plan.measure.measure_hardware"),
 )
 FLAG_READERS = (
-    "megatron/core/config/flags.py",
+    "megatron/core/config/flags/declare.py",
     "megatron/training/cli/arguments.py",
     "megatron/training/cli/help.py",
-    "megatron/training/run.py",
+    "megatron/training/state/run.py",
     "megatron/training/initialize.py",
     "megatron/training/global_vars.py",
     "megatron/tasks/run.py",

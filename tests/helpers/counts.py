@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.core.config.plan import LayerPlan, network_layer_plans
+from megatron.core.config.plan.layers import LayerPlan, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.models import describe
 from megatron.core.models.describe import WeightShardCounts

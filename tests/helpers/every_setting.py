@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.config.flags import config_from_flat_dict, config_to_flat_dict, flag_fields
+from megatron.core.config.flags.declare import config_from_flat_dict, config_to_flat_dict, flag_fields
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from tests.helpers import tiny

@@ -16,12 +16,12 @@ import torch
 import pretrain_gpt
 from megatron.core.models.gpt import GPTModel
 from megatron.training.cli.arguments import parse_args
-from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.launch.launch_info import world_size
 from megatron.training.loop import pretrain
-from megatron.training.run import RunContext
+from megatron.training.state.batch import Batch, LossFunction
+from megatron.training.state.run import RunContext
 
 FAIL = os.environ.get("FAIL", "")
 

@@ -14,8 +14,8 @@ from megatron.rl.policy_data import PolicyData
 from megatron.rl.policy_step import PolicyForwardStep, policy_model_provider
 from megatron.rl.rollouts import Rollout
 from megatron.rl.settings import RLConfig
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer, build_trainer
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer, build_trainer
 from tests.helpers import tiny
 from tests.helpers.training import Held, held_weights
 

@@ -15,8 +15,8 @@ from megatron.preference.rows import LabeledAnswer, PreferencePair, Row
 from megatron.preference.settings import PreferenceConfig
 from megatron.preference.step import PreferenceStep
 from megatron.training.loader import iterate_split_microbatches
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer, build_trainer
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer, build_trainer
 from tests.helpers import tiny
 from tests.helpers.training import Held, held_weights
 

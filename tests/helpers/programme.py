@@ -15,8 +15,8 @@ from megatron.training.cli.arguments import parse_args_or_raise
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import DatasetProvider
 from megatron.training.loop import pretrain
-from megatron.training.run import RunContext
-from megatron.training.trainer import ForwardStep
+from megatron.training.state.run import RunContext
+from megatron.training.state.trainer import ForwardStep
 
 VOCABULARY = 30  # and the end of document
 SEQUENCE = 16

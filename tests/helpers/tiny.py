@@ -15,20 +15,20 @@ import torch.distributed as dist
 import pretrain_bert
 import pretrain_t5
 import pretrain_vision_classify
-from megatron.core.config.flags import config_from_flat_dict
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.flags.declare import config_from_flat_dict
+from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.core.kernels.startup_check import select_kernels_with_trials
-from megatron.core.kernels.table import KernelRequirements
+from megatron.core.kernels.choice.startup_check import select_kernels_with_trials
+from megatron.core.kernels.choice.table import KernelRequirements
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.cli.device_checks import kernel_requirements
-from megatron.training.data.batch import Batch, LossFunction, language_loss_with_mtp
-from megatron.training.run import RunContext
-from megatron.training.trainer import Trainer, build_trainer
-from megatron.trust.parity.short_run import random_global_batch, random_microbatches_of_rank, short_run_batches  # noqa: F401 - from here tests take them
+from megatron.training.state.batch import Batch, LossFunction, language_loss_with_mtp
+from megatron.training.state.run import RunContext
+from megatron.training.state.trainer import Trainer, build_trainer
+from megatron.verify.parity.short_run import random_global_batch, random_microbatches_of_rank, short_run_batches  # noqa: F401 - from here tests take them
 
 DEVICE = torch.device(os.environ.get("MEGATRON_TEST_DEVICE", "cpu"))
 VOCABULARY = 50  # not a multiple of anything: padding is always at work

@@ -14,8 +14,8 @@ from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import local_shard_boxes, param_spec_of
 from megatron.training.checkpoint import run_state
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.lazy_collectives import Completion, run_lazily
 from tests.helpers.world import Worlds

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.plan import LayerPlan, mtp_depth_layer_plans, network_layer_plans
+from megatron.core.config.plan.layers import LayerPlan, mtp_depth_layer_plans, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, PositionConfig
 
 Weights = Mapping[str, Tensor]

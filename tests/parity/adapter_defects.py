@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import adapter, frozen_quantized
 from megatron.core.tensor_parallel.adapter import LinearAdapter
 from megatron.core.tensor_parallel.linear import AdaptableLinear
 from megatron.core.transformer import adapters
-from megatron.training import trainer
+from megatron.training.state import trainer
 from tests.parity.defect import Defect, nothing, sum_replicated_but
 
 _forward, _norm, _counted_ranges = (

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.plan.layers import StageSpec
 from megatron.core.distributed import finalize
 from megatron.core.models.output_heads import LanguageModelHead
 from megatron.core.optimizer.optimizer import Optimizer
@@ -19,7 +19,7 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer.context import rope
 from megatron.core.transformer.mixers import attention, qk_clip
 from megatron.core.transformer.mixers.attention import SelfAttention
-from megatron.training import trainer as stages
+from megatron.training.state import trainer as stages
 from tests.parity.defect import Defect, collectives_with
 
 _stages_of, _recompute, _sink, _clip_rows = (

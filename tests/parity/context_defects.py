@@ -14,15 +14,15 @@ from megatron.core.context_parallel.attention import UlyssesRingAttention
 from megatron.core.context_parallel.ring import QueryKeyChunkPair, RingSettings
 from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.distributed import ddp
-from megatron.core.kernels import blockwise_attention
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.ops import blockwise_attention
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.mixers import attention
 from megatron.training.data import rebalance as regroup
-from megatron.training.data.batch import Batch
-from megatron.training.step import StepWork
+from megatron.training.state.batch import Batch
+from megatron.training.state.step import StepWork
 from tests.parity.defect import Defect, collectives_with
 
 # The ring.

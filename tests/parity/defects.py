@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.plan.layers import StageSpec
 from megatron.core.distributed import ddp, finalize, fsdp
 from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.distributed.ddp import DataParallel
@@ -43,8 +43,8 @@ from megatron.core.tensor_parallel.region import TensorParallelRegion
 from megatron.core.transformer import stack
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.stack import TransformerStack
-from megatron.training import trainer as stages
-from megatron.training.step import StepWork
+from megatron.training.state import trainer as stages
+from megatron.training.state.step import StepWork
 from tests.helpers.lazy_collectives import lazy_collectives
 from tests.helpers.training import Held, train_here
 from tests.parity.adapter_defects import ADAPTERS

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.parallel import collectives
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers import tiny
 from tests.helpers.training import Held, held_weights
 

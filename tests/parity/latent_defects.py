@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.region import TensorParallelRegion
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.mixers import mla
 from megatron.core.transformer.mixers.mla import MultiLatentAttention
-from megatron.training.data.batch import Batch, Loss, language_loss_with_mtp, masked_loss_sum
+from megatron.training.state.batch import Batch, Loss, language_loss_with_mtp, masked_loss_sum
 from tests.helpers import tiny
 from tests.parity.defect import Defect, collectives_with, nothing, sum_replicated_but
 

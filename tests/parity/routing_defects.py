@@ -13,8 +13,8 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer import router
 from megatron.core.transformer.context.forward_context import ForwardContext, MicrobatchContext
 from megatron.core.transformer.router import TopKRouter
-from megatron.training.data.batch import Batch
-from megatron.training.step import StepWork
+from megatron.training.state.batch import Batch
+from megatron.training.state.step import StepWork
 from tests.parity.defect import Defect, collectives_with
 
 _share, _size, _evened, _mean_weight, _after_step = (

@@ -12,7 +12,7 @@ import torch
 from megatron.core.dist_checkpointing.checkpoint_folders import iteration_folder
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.trust.compare.checkpoints import compare_sources
+from megatron.verify.compare.checkpoints import compare_sources
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.helpers.world import Worlds

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.flags import config_to_flat_dict
-from megatron.core.config.plan import network_layer_plans
-from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.config.flags.declare import config_to_flat_dict
+from megatron.core.config.plan.layers import network_layer_plans
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families import hf, hf_export

@@ -15,9 +15,9 @@ from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.masking import TokenMaskingOptions
 from megatron.core.datasets.samplers import collate
 from megatron.core.datasets.t5 import T5Dataset, T5SampleOptions
-from megatron.training.data.batch import Batch
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer
+from megatron.training.state.batch import Batch
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.architecture import ROOT
 

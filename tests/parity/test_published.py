@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.training.data.batch import Batch
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer
+from megatron.training.state.batch import Batch
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.tiny import BASE, VOCABULARY
 from tests.parity.table import MODELS, PRECISIONS

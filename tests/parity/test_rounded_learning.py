@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers import tiny
 
 STEPS, TEXTS = 100, 4  # batches, which it learns by heart

@@ -17,8 +17,8 @@ from megatron.core.models import vision
 from megatron.core.models.vision import ImageEmbedder, VisionEncoder
 from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer import adapters
-from megatron.training import trainer
-from megatron.trust.parity import short_run
+from megatron.training.state import trainer
+from megatron.verify.parity import short_run
 from tests.parity.defect import Defect, collectives_with
 
 _encode, _forward, _rows, _is_trained = (

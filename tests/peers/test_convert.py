@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.pickles import read_torch_file
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.families.megatron import torch_dist
-from megatron.core.families.megatron.pickles import read_torch_file
 from megatron.core.families.megatron.stored import TorchDistIndexEntry
 from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.pickles import read_torch_file
 from megatron.core.families.megatron.export import (
     extra_flags_for_megatron,
     write_legacy_checkpoint,
     write_torch_dist_checkpoint,
 )
 from megatron.core.families.megatron.open import open_megatron_checkpoint
-from megatron.core.families.megatron.pickles import read_torch_file
 from megatron.core.families.megatron.torch_dist import _parse_torch_dist_index, _read_torch_dist_index
 from megatron.tools.checkpoint import convert
 from tests.peers.cases import CASES, RUN

@@ -1,8 +1,8 @@
 """What the user asked for, as frozen dataclasses, and the rules between settings. Imports nothing of ours and no torch.
 
-flags.py            a config field and its command-line flag are one thing
-settings/           model, experts, parallel layout, optimizer, data, run; `RunConfig` (settings/run.py) holds all of them
-rules/              every rule between settings, as rows; engine.py asks them all
-plan.py             one row per layer, and which layers each pipeline stage builds
-layer_frequency.py  patterns that say which layers have a property
+flags/     a config field and its command-line flag are one thing
+settings/  model, experts, parallel layout, optimizer, data, run; `RunConfig` (settings/run.py) holds all of them
+plan/      one row per layer, which layers each pipeline stage builds, and which settings make a network's function
+rules/     every rule between settings, as rows; engine.py asks them all
+foreign/   settings of other projects' files, read key by key
 """

@@ -23,8 +23,8 @@ from torch import Tensor
 from megatron.core.context_parallel.head_exchange import heads_to_positions, positions_to_heads
 from megatron.core.context_parallel.ring import RingSettings, ring_attention
 from megatron.core.context_parallel.zigzag import Zigzag
-from megatron.core.kernels import reference
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops import reference
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron.core.config.settings.parallel import can_exchange_heads
 from megatron.core.context_parallel.sequence_sharded_kernels import SequenceShardedKernels
 from megatron.core.context_parallel.zigzag import Zigzag
-from megatron.core.kernels.mask import AttentionMaskSpec
-from megatron.core.kernels.table import Kernels
+from megatron.core.kernels.choice.table import Kernels
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 

@@ -2,7 +2,7 @@
 
 Every rank keeps its queries. In as many steps as there are ranks it receives the keys and values of every rank, sends
 them on while it computes, and merges the partial results by the log-sum-exp of the scores
-(`kernels/blockwise_attention.py`). In the backward pass keys and values circulate again, followed by their gradients
+(`kernels/ops/blockwise_attention.py`). In the backward pass keys and values circulate again, followed by their gradients
 one step later, until these are back at their owners.
 
 Chunks are compared by their first and last positions, so a pair of chunks that the mask hides costs nothing, and a pair
@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.context_parallel.zigzag import Zigzag
-from megatron.core.kernels import blockwise_attention
-from megatron.core.kernels.blockwise_attention import BlockwiseAttentionOptions
-from megatron.core.kernels.mask import AttentionMaskSpec
-from megatron.core.kernels.reference import accumulation_dtype_of
+from megatron.core.kernels.ops import blockwise_attention
+from megatron.core.kernels.ops.blockwise_attention import BlockwiseAttentionOptions
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.reference import accumulation_dtype_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 

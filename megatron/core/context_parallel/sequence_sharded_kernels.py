@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.zigzag import Zigzag
-from megatron.core.kernels import scans
-from megatron.core.kernels.reference import accumulation_dtype_of
-from megatron.core.kernels.table import Kernels
+from megatron.core.kernels.choice.table import Kernels
+from megatron.core.kernels.ops.reference import accumulation_dtype_of
+from megatron.core.kernels.state_space import scans
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets.blend_index import blend_order
 from megatron.core.datasets.data_splits import SplitBlend, normalize_weights, plan_data_splits

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.config.foreign_mapping import ForeignMapping, short_value
+from megatron.core.config.foreign.mapping import ForeignMapping, short_value
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.templates import Message
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.datasets.answer_spans import MARK_LIKE
 from megatron.core.datasets.conversation_rows import ConversationRow, ConversationRowParser, TextRow
 from megatron.core.datasets.index_map import Arrays, IndexCacheFolder, load_or_build_arrays

@@ -20,7 +20,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError, raise_config_error_if
+from megatron.core.config.flags.declare import ConfigError, raise_config_error_if
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets.energon import DatasetBlendSpec, EnergonSplitPart, is_energon_path, read_energon_blend
 from megatron.core.datasets.storage import DataError, file_or_object_size, is_remote_path

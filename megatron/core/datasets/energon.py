@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from megatron.core.config.foreign_mapping import ForeignMapping, short_value
+from megatron.core.config.foreign.mapping import ForeignMapping, short_value
 from megatron.core.datasets.storage import DataError
 
 META = ".nv-meta"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.config.flags import flag_name, raise_config_error_if
+from megatron.core.config.flags.declare import flag_name, raise_config_error_if
 from megatron.core.config.settings.data import FIMConfig
 from megatron.core.datasets.continued_text import ContinuedText
 from megatron.core.datasets.special_tokens import count_ids_around_text, token_ids_by_name

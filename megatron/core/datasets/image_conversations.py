@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.foreign_mapping import ForeignMapping, short_value
+from megatron.core.config.foreign.mapping import ForeignMapping, short_value
 from megatron.core.datasets.conversations import (
     AT_ONCE,
     SHAPES,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.conversations import list_first_problems
 from megatron.core.datasets.dataset_protocols import Sample, SplitRequest, TokenSpan

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.bert import BERTDataset, BERTSampleOptions

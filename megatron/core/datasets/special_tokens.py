@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.tokenizers.base import Tokenizer, tokenize_around_special
 
 IMAGE = "<image>"  # what stands for an image in a text

@@ -20,7 +20,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.datasets.answer_spans import MARK_LIKE, PLACE, AnswerFinder, AnswerNotFoundError, common_length
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.message_content import (

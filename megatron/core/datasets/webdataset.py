@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.config.foreign_mapping import short_value
+from megatron.core.config.foreign.mapping import short_value
 from megatron.core.datasets.energon import META, EnergonSplitPart, ranges_within_shards, refuse_unread_keys
 from megatron.core.datasets.special_tokens import IMAGE
 from megatron.core.datasets.storage import DataError

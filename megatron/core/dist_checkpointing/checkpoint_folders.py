@@ -35,7 +35,7 @@ from typing import Any
 
 import xxhash
 
-from megatron.core.config.flags import flag_fields, raise_config_error_if
+from megatron.core.config.flags.declare import flag_fields, raise_config_error_if
 from megatron.core.config.settings.data import TokenizerConfig, resumed_null_vocab_size
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.files import DISK, FileSystem, read_file, remove_tree, write_and_fsync_file

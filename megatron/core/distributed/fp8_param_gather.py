@@ -26,7 +26,7 @@ from megatron.core.distributed.buffers import Bucket, OwnedSegment
 from megatron.core.kernels.low_precision import fp8
 from megatron.core.kernels.low_precision.fp8 import QuantizedMatrix
 from megatron.core.kernels.low_precision.recipes import LowPrecisionRecipe
-from megatron.core.kernels.reference import accumulation_dtype_of
+from megatron.core.kernels.ops.reference import accumulation_dtype_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.spec import param_spec_of

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common as placements
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.distributed.buffers import OwnedSegment, ParamOwnership
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel.mesh import Axis, Mesh

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.adapters import WHOLE, is_adapter_parameter, layer_module_path, linear_shapes_of_layer
-from megatron.core.config.flags import config_to_flat_dict
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.flags.declare import config_to_flat_dict
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError

@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron.core.config.flags import config_to_flat_dict
-from megatron.core.config.foreign_mapping import ForeignMapping, short_value
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.flags.declare import config_to_flat_dict
+from megatron.core.config.foreign.mapping import ForeignMapping, short_value
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, PositionConfig
 
 # Why keys change nothing of what the network computes, and which they are.

@@ -13,8 +13,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron.core.config.foreign_mapping import ForeignMapping
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.foreign.mapping import ForeignMapping
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import BALANCE, PlainKeys, format_layer_freq, read_plain_keys, write_plain_keys
 from megatron.core.families.llama import (

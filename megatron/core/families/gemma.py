@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron.core.config.foreign_mapping import ForeignMapping
+from megatron.core.config.foreign.mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import (
     TANH_GELU,

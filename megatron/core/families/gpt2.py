@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config.foreign_mapping import ForeignMapping
+from megatron.core.config.foreign.mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import TANH_GELU, PlainKeys, preserved_keys, read_plain_keys, write_plain_keys
 from megatron.core.families.parameter_mapping import (

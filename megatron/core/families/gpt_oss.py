@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.foreign_mapping import ForeignMapping
+from megatron.core.config.foreign.mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import BALANCE, sliding_window_to_settings, window_and_layers_of_model
 from megatron.core.families.llama import attention_mappings, decoder_mappings, read_llama_keys, write_llama_keys

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import flag_fields
+from megatron.core.config.flags.declare import flag_fields
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.pickles import read_torch_file
 from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.families.config_json import architectures_of
 from megatron.core.families.dequantize import (
@@ -33,7 +34,6 @@ from megatron.core.families.dequantize import (
     unreadable_quantization_problem,
     with_dequantized_tensors,
 )
-from megatron.core.families.megatron.pickles import read_torch_file
 from megatron.core.families.parameter_mapping import Family, HFModelClass, ParameterMapping, hf_shapes
 from megatron.core.families.registry import config_of_language_model, family_of_config, model_config_from_settings
 from megatron.core.families.tensor_file import read_safetensors_header

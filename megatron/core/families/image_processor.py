@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.config.foreign_mapping import ForeignMapping, short_value
+from megatron.core.config.foreign.mapping import ForeignMapping, short_value
 from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.hf import read_json

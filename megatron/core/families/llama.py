@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.core.config.foreign_mapping import ForeignMapping
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.foreign.mapping import ForeignMapping
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import (
     PlainKeys,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from megatron.core.config.foreign_mapping import ForeignMapping
+from megatron.core.config.foreign.mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.config.vision import vision_encoder_config

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config.foreign_mapping import ForeignMapping
+from megatron.core.config.foreign.mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import BALANCE, PlainKeys, read_plain_keys, write_plain_keys
 from megatron.core.families.llama import (

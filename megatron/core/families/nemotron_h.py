@@ -15,8 +15,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config.foreign_mapping import ForeignMapping, short_value
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.foreign.mapping import ForeignMapping, short_value
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import PlainKeys, read_plain_keys, settings_from_head_counts, write_plain_keys
 from megatron.core.families.deepseek import (

@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron.core.config.foreign_mapping import ForeignMapping
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.foreign.mapping import ForeignMapping
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import format_layer_freq
 from megatron.core.families.llama import (

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.foreign_mapping import ForeignMapping
+from megatron.core.config.foreign.mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import config_json_keys, preserved_keys
 from megatron.core.models.parameter_names import OUTPUT, SCORE

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.bounded_regex import names_matching
-from megatron.core.config.foreign_mapping import ForeignMapping, short_value
+from megatron.core.config.flags.bounded_regex import names_matching
+from megatron.core.config.foreign.mapping import ForeignMapping, short_value
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.hf import read_json
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.adapters import LinearShape, layer_module_path, linear_shapes_of_layer
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.adapter_set import MERGED_ONLY

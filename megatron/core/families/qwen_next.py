@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.foreign_mapping import ForeignMapping
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.foreign.mapping import ForeignMapping
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import BALANCE, format_layer_freq
 from megatron.core.families.llama import NO_BIAS, NORMS, mlp_mappings, read_llama_keys, write_llama_keys

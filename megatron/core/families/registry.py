@@ -7,10 +7,10 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from megatron.core.config.flags import config_from_flat_dict, config_to_flat_dict, flag_name
-from megatron.core.config.plan import LayerPlan, network_layer_plans
+from megatron.core.config.flags.declare import config_from_flat_dict, config_to_flat_dict, flag_name
+from megatron.core.config.plan.layers import LayerPlan, network_layer_plans
+from megatron.core.config.plan.network import canonical_values, network_fields, unused_settings
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
-from megatron.core.config.settings.network import canonical_values, network_fields, unused_settings
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import (
     bamba,

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import raise_config_error_if
-from megatron.core.config.foreign_mapping import short_value
+from megatron.core.config.flags.declare import raise_config_error_if
+from megatron.core.config.foreign.mapping import short_value
 from megatron.core.dist_checkpointing.files import DISK, read_file
 
 _SIGNS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -13,7 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.config.foreign_mapping import ForeignMapping
+from megatron.core.config.foreign.mapping import ForeignMapping
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import TANH_GELU, preserved_keys
 from megatron.core.families.parameter_mapping import (

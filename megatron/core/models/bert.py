@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.settings.run import TrainConfig
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.output_heads import LanguageModelHead, MaskedLMHeadTransform, Pooler, output_layer_weight
 from megatron.core.models.stage_model import StageModel

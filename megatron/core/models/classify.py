@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.plan.layers import StageSpec
 from megatron.core.models.bert import EncoderModel
 from megatron.core.models.output_heads import Pooler
 from megatron.core.parallel.spec import set_global_param_names

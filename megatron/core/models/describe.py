@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.core.config.adapters import is_trained_parameter
-from megatron.core.config.plan import LayerPlan, StageSpec, network_layer_plans, partition_into_stages
+from megatron.core.config.plan.layers import LayerPlan, StageSpec, network_layer_plans, partition_into_stages
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Literal
 
 from megatron.core.config.adapters import EXPERTS, linear_shapes_of_layer
-from megatron.core.config.plan import LayerPlan, StageSpec, mtp_depth_layer_plans, network_layer_plans
+from megatron.core.config.plan.layers import LayerPlan, StageSpec, mtp_depth_layer_plans, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.vision import vision_encoder_config

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.mtp import MTPInputs, MTPLosses, MultiTokenPrediction

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.plan import LayerPlan, mtp_depth_layer_plans
+from megatron.core.config.plan.layers import LayerPlan, mtp_depth_layer_plans
 from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import FusedWeightSegment
 from megatron.core.transformer.context.forward_context import ForwardContext

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.kernels.table import KernelRequirements, select_kernels
+from megatron.core.kernels.choice.table import KernelRequirements, select_kernels
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model

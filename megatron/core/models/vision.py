@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.plan import StageSpec, network_layer_plans, partition_into_stages
+from megatron.core.config.plan.layers import StageSpec, network_layer_plans, partition_into_stages
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RecomputeConfig, TrainConfig
 from megatron.core.config.vision import is_encoder_replicated, vision_encoder_config
-from megatron.core.kernels.mask import AttentionMaskSpec
-from megatron.core.kernels.reference import accumulation_dtype_of
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.reference import accumulation_dtype_of
 from megatron.core.models.stage_model import StageModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh

@@ -1,6 +1,6 @@
 """Optimizers that update each element independently: AdamW, SGD and Lion.
 
-AdamW is an operation with kernels (kernels/adamw.py). SGD calls torch's function instead of its optimizer class, whose first use
+AdamW is an operation with kernels (kernels/ops/adamw.py). SGD calls torch's function instead of its optimizer class, whose first use
 imports torch's compiler: that takes longer than everything else that a run does before its first step.
 """
 
@@ -15,7 +15,7 @@ from torch.optim.sgd import sgd
 
 from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.distributed.buffers import OwnedSegment
-from megatron.core.kernels.adamw import AdamKernel, AdamStepSettings, AdamTensors, adamw
+from megatron.core.kernels.ops.adamw import AdamKernel, AdamStepSettings, AdamTensors, adamw
 from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradients
 from megatron.core.parallel.device import storage_id_and_offset
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.distributed.finalize import finalize_gradients
-from megatron.core.kernels.adamw import AdamKernel, adamw, copy_tensor_pairs
+from megatron.core.kernels.ops.adamw import AdamKernel, adamw, copy_tensor_pairs
 from megatron.core.optimizer.adafactor import Adafactor
 from megatron.core.optimizer.clip import count_zeros, global_norm
 from megatron.core.optimizer.elementwise import RULES, AdamW

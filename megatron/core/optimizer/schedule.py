@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config.flags import raise_config_error_if
+from megatron.core.config.flags.declare import raise_config_error_if
 from megatron.core.config.settings.optim import OptimizerConfig, ScheduleConfig
 from megatron.core.config.settings.run import TrainConfig
 

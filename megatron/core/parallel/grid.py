@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from itertools import product
 
-from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import parse_pipeline_layout, stage_rank_and_chunk
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.plan.layers import parse_pipeline_layout, stage_rank_and_chunk
 from megatron.core.config.settings.parallel import ParallelConfig
 
 RankLists = tuple[tuple[int, ...], ...]

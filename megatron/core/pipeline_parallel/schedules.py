@@ -1,6 +1,6 @@
 """Pipeline schedules as data: for every rank, the ordered list of its actions.
 
-`stage_rank_and_chunk` in config/plan.py maps stages to ranks. An `Action` is one stage's forward pass "F" or backward pass "B" of one
+`stage_rank_and_chunk` in config/plan/layers.py maps stages to ranks. An `Action` is one stage's forward pass "F" or backward pass "B" of one
 microbatch, or the reduction "R" of a stage's gradients over data parallelism. Every schedule here has the same shape: a
 rank runs some forwards as warm-up, then alternates one forward and one backward, then runs the remaining backwards. Schedules
 differ in the order of the forwards and in the number of warm-up forwards. If a plan has a "W" for each "B", the backward pass
@@ -18,10 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.core.config.flags import ConfigError, raise_config_error_if
-from megatron.core.config.plan import Placement, microbatch_group_problem
+from megatron.core.config.flags.declare import ConfigError, raise_config_error_if
+from megatron.core.config.plan.layers import microbatch_group_problem
+from megatron.core.config.plan.stages import stage_specs_of_run
+from megatron.core.config.settings.parallel import Placement
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.config.stages import stage_specs_of_run
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.config.plan import stage_rank_and_chunk
+from megatron.core.config.plan.layers import stage_rank_and_chunk
 from megatron.core.pipeline_parallel.schedules import (
     Action,
     Plan,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.config.plan import stage_rank_and_chunk
+from megatron.core.config.plan.layers import stage_rank_and_chunk
 from megatron.core.pipeline_parallel.schedules import (
     STAGE_STEP,
     Action,

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.reference import accumulation_dtype_of
+from megatron.core.kernels.ops.reference import accumulation_dtype_of
 from megatron.core.tensor_parallel.low_precision import (
     LowPrecisionLinearOptions,
     LowPrecisionScaling,

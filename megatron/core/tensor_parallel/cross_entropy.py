@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.kernels.linear_loss import VocabularyShard
+from megatron.core.kernels.ops.linear_loss import VocabularyShard
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel.region import TensorParallelRegion

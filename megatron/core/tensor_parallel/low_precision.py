@@ -28,7 +28,7 @@ from torch.autograd import Function
 from megatron.core.kernels.low_precision.fp4 import hadamard_transform
 from megatron.core.kernels.low_precision.fp8 import QuantizedMatrix
 from megatron.core.kernels.low_precision.recipes import OPERANDS, LowPrecisionRecipe, Operand
-from megatron.core.kernels.reference import accumulation_dtype_of
+from megatron.core.kernels.ops.reference import accumulation_dtype_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.kernels.reference import accumulation_dtype_of
-from megatron.core.kernels.table import Kernels
+from megatron.core.kernels.choice.table import Kernels
+from megatron.core.kernels.ops.reference import accumulation_dtype_of
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import Kind, ParamSpec, constant_initializer, meta_parameter
 

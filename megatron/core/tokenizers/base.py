@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 
 
 class Tokenizer(Protocol):

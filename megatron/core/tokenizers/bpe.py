@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.tokenizers.base import Tokenizer, read_flag_file_json, read_flag_file_text
 from megatron.core.tokenizers.bytelevel import BPEFromMerges, ByteLevelBPE, byte_of_character, vocab_token_to_bytes
 

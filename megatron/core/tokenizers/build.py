@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError, flag_name, raise_config_error_if
+from megatron.core.config.flags.declare import ConfigError, flag_name, raise_config_error_if
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.base import Tokenizer, character_to_byte_spans, flatten_ids, read_flag_file_text
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, raise_config_error_if
-from megatron.core.config.foreign_mapping import ForeignMapping, short_value
+from megatron.core.config.flags.declare import ConfigError, raise_config_error_if
+from megatron.core.config.foreign.mapping import ForeignMapping, short_value
 
 FILE = "generation_config.json"
 _HARMLESS: Mapping[str, str] = MappingProxyType(

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError, raise_config_error_if
-from megatron.core.config.foreign_mapping import ForeignMapping
+from megatron.core.config.flags.declare import ConfigError, raise_config_error_if
+from megatron.core.config.foreign.mapping import ForeignMapping
 from megatron.core.tokenizers.base import (
     Tokenizer,
     add_prefix_and_suffix_ids,

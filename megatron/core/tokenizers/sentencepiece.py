@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.tokenizers.base import (
     Tokenizer,
     add_prefix_and_suffix_ids,

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.tokenizers.base import Tokenizer, read_flag_file_bytes, read_flag_file_json
 from megatron.core.tokenizers.bytelevel import BPEFromMergeRanks, ByteLevelBPE
 from megatron.core.tokenizers.engines import PUBLISHED, MergeRanks

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, raise_config_error_if
-from megatron.core.config.foreign_mapping import ForeignMapping, short_value
+from megatron.core.config.flags.declare import ConfigError, raise_config_error_if
+from megatron.core.config.foreign.mapping import ForeignMapping, short_value
 from megatron.core.tokenizers.base import read_flag_file_json, read_flag_file_text
 
 FLAG = "--tokenizer-model"

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 
 LONGEST_LINE = 100_000  # characters; the trainer of SentencePiece leaves longer lines out
 SENTENCEPIECE_NAMES = ("<unk>", "<s>", "</s>", "<pad>")

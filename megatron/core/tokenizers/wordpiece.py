@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.tokenizers.base import Tokenizer, character_to_byte_spans, hash_parts, read_flag_file_text
 from megatron.core.tokenizers.engines import tokenizers_engine
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.adapters import WHOLE, AdapterPlan, is_trained_parameter, linear_shapes_of_layer
-from megatron.core.config.plan import LayerPlan
+from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel.spec import FusedWeightSegment
 from megatron.core.transformer.context.cache import DecodingCache
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext

@@ -24,16 +24,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.host_read_permission import host_may_read
-from megatron.core.kernels.permute import permute
-from megatron.core.kernels.table import Kernels
+from megatron.core.kernels.choice.table import Kernels
+from megatron.core.kernels.ops.host_read_permission import host_may_read
+from megatron.core.kernels.ops.permute import permute
 from megatron.core.parallel import collectives
 from megatron.core.parallel.collectives import AsyncAllToAll
 from megatron.core.parallel.device import DeviceToHostCopy
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.transformer.router import ExpertRouting
 
-Permute = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]  # kernels/permute.py
+Permute = Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]  # kernels/ops/permute.py
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.config.plan import LayerPlan
+from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import ParamSpec, constant_initializer, meta_parameter
 from megatron.core.tensor_parallel.norm import Norm

@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron.core.config.plan import LayerPlan
-from megatron.core.kernels import grouped, reference
-from megatron.core.kernels.grouped import weighted_bias_of_expert_rows
+from megatron.core.config.plan.layers import LayerPlan
+from megatron.core.kernels.ops import grouped, reference
+from megatron.core.kernels.ops.grouped import weighted_bias_of_expert_rows
 from megatron.core.parallel.recompute import recompute, run_recomputing_intermediate
 from megatron.core.parallel.spec import (
     FusedWeightSegment,

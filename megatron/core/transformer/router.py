@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.plan import LayerPlan, num_layers_of_mtp_depth
+from megatron.core.config.plan.layers import LayerPlan, num_layers_of_mtp_depth
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import derive_seed

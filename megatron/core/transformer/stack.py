@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megatron.core.config.plan import LayerPlan
+from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.recompute import recompute
 from megatron.core.transformer.context.forward_context import ForwardContext

@@ -32,7 +32,7 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.inference.server import openai, put_api
 from megatron.inference.server.body_fields import BodyField, RequestRefused, read_body_fields, text_problem

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.config.flags import ConfigError
-from megatron.core.config.foreign_mapping import ForeignMapping
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.foreign.mapping import ForeignMapping
 from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.images import ImageError
 from megatron.core.datasets.indexed import DataError

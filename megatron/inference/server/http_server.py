@@ -17,7 +17,7 @@ from types import FrameType
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.inference.server.app import RequestFilter
 from megatron.inference.server.serving import RequestLimits
 from megatron.inference.service_thread import ServiceThread

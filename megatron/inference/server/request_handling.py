@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.inference.requests import EngineBusyError, GenerationEvent, GenerationReply, GenerationRequest
 from megatron.inference.server.body_fields import RequestRefused
 from megatron.inference.service import EngineService, RequestStream

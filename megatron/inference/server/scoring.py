@@ -21,7 +21,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.inference.requests import EngineBusyError, Ids
 from megatron.inference.score_service import ScoreService

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.adapter_set import LoadedAdapter
 from megatron.core.tokenizers.generation_config import GenerationDefaults

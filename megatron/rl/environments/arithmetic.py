@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.rl.environments.base import Environment, Problem
 
 _OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}

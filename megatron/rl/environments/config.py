@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.datasets.templates import FORMATS
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tokenizers.base import Tokenizer

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from fractions import Fraction
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.rl.environments.base import Environment, Problem
 
 _LONGEST = 200  # characters of an expression

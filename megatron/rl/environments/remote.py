@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.rl.environments.base import Conversation, Environment, Problem
 from megatron.rl.environments.threads import run_in_thread
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.evaluation.reward_model import RewardModel
 from megatron.rl.environments.base import Conversation, Environment, Problem, ProblemFile
 from megatron.training.checkpoint.inference_model import REWARD, open_model_checkpoint

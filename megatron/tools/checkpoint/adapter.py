@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, config_to_flat_dict
+from megatron.core.config.flags.declare import ConfigError, config_to_flat_dict
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
 from megatron.core.dist_checkpointing.source import CheckpointSource

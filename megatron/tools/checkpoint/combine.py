@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.config.flags import (
+from megatron.core.config.flags.declare import (
     ConfigError,
     add_config_arguments,
     config_from_flat_dict,

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.core.config.flags import ConfigError, config_to_flat_dict
+from megatron.core.config.flags.declare import ConfigError, config_to_flat_dict
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
 from megatron.core.dist_checkpointing.saved import NativeCheckpoint
@@ -44,7 +44,7 @@ from megatron.tools.parser import ToolArgumentParser, add_ckpt_step
 from megatron.training.checkpoint.export import export_hf_with_tokenizer
 from megatron.training.checkpoint.formats import FOREIGN, OURS, foreign_checkpoint_settings, open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_excepthook
-from megatron.trust.compare.checkpoints import compare_sources
+from megatron.verify.compare.checkpoints import compare_sources
 
 OWN, PUBLISHED, MEGATRON = "own", "hf", "megatron"
 TORCH_DIST, TORCH = "torch_dist", "torch"

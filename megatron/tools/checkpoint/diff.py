@@ -25,13 +25,13 @@ from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_excepthook
-from megatron.trust.compare.checkpoints import (
+from megatron.verify.compare.checkpoints import (
     CheckpointEntryDifference,
     Tolerance,
     compare_sources,
     settings_difference_lines,
 )
-from megatron.trust.compare.contents import matches_pattern, plural_count_text
+from megatron.verify.compare.contents import matches_pattern, plural_count_text
 
 
 def open_sources_to_compare(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource
 from megatron.core.dist_checkpointing.source import CheckpointSource
@@ -28,8 +28,8 @@ from megatron.tools.parser import ToolArgumentParser, add_ckpt_step
 from megatron.training.checkpoint.export import export_hf_with_tokenizer
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_excepthook
-from megatron.trust.compare.checkpoints import compare_sources
-from megatron.trust.compare.contents import bytes_with_unit_text
+from megatron.verify.compare.checkpoints import compare_sources
+from megatron.verify.compare.contents import bytes_with_unit_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -19,7 +19,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, scan_checkpoint_folder
 from megatron.tools.parser import ToolArgumentParser, add_ckpt_step
 from megatron.training.launch.launch_info import install_interrupt_excepthook
-from megatron.trust.compare.contents import (
+from megatron.verify.compare.contents import (
     OWN,
     CheckpointContents,
     TensorEntry,
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     if print_native_without_torch(args):
         return
-    from megatron.trust.compare.foreign_contents import foreign_checkpoint_contents  # imports torch
+    from megatron.verify.compare.foreign_contents import foreign_checkpoint_contents  # imports torch
 
     try:
         print_contents(foreign_checkpoint_contents(args.path, args.ckpt_step), args)

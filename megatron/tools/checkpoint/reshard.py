@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.config.flags import config_to_flat_dict
+from megatron.core.config.flags.declare import config_to_flat_dict
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.load import OPTIONAL
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
@@ -26,8 +26,8 @@ from megatron.tools.checkpoint.export import DTYPES
 from megatron.tools.parser import ToolArgumentParser, add_ckpt_step
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_excepthook
-from megatron.trust.compare.checkpoints import compare_sources
-from megatron.trust.compare.contents import bytes_with_unit_text, plural_count_text
+from megatron.verify.compare.checkpoints import compare_sources
+from megatron.verify.compare.contents import bytes_with_unit_text, plural_count_text
 
 KEPT = ("run.config", "run.tokenizer", "run.progress", OPTIONAL)  # what weights keep; the others go with the optimizer
 

@@ -38,8 +38,8 @@ from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.dist_checkpointing.source import FilteredCheckpointSource
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.launch.launch_info import install_interrupt_excepthook
-from megatron.trust.compare.contents import matches_pattern
-from megatron.trust.state_inventory import StateCategoryComparison, compare_training_states
+from megatron.verify.compare.contents import matches_pattern
+from megatron.verify.state_inventory import StateCategoryComparison, compare_training_states
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = (

@@ -27,7 +27,7 @@ from megatron.core.parallel.boxes import whole_box
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.checkpoint.formats import find_foreign_checkpoint, open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_excepthook
-from megatron.trust.compare.contents import bytes_with_unit_text, plural_count_text
+from megatron.verify.compare.contents import bytes_with_unit_text, plural_count_text
 
 PART = 1 << 28  # bytes between two signs of life
 

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from megatron.core.config.settings.compilation import CompileConfig
-from megatron.core.kernels import fused, reference, scans
-from megatron.core.kernels.table import Kernels
+from megatron.core.kernels.choice.table import Kernels
+from megatron.core.kernels.ops import fused, reference
+from megatron.core.kernels.state_space import scans
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.tensor_parallel import compiled_low_precision
 from megatron.core.tensor_parallel.low_precision import LowPrecisionScaling
@@ -34,7 +35,7 @@ from megatron.core.transformer.context.layer_build_context import LayerBuildCont
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.mixers.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.mixers.mamba import MambaMixer
-from megatron.training.trainer import Trainer
+from megatron.training.state.trainer import Trainer
 
 # Ops of several steps, in plain torch: what a compiler makes one kernel of.
 _PLAIN: dict[str, tuple[Callable, ...]] = {

@@ -30,15 +30,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.kernels.packed_document_starts import PackedDocumentStarts
+from megatron.core.kernels.ops.packed_document_starts import PackedDocumentStarts
 from megatron.core.parallel import device as devices
 from megatron.core.parallel.device import storage_id_and_offset
 from megatron.core.parallel.main_grad import active_main_grad
 from megatron.core.transformer.context.forward_context import MicrobatchContext
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.training.trainer import Trainer
+from megatron.training.state.trainer import Trainer
 
 # Records what it is given without a change to any tensor; returns what does it, and the tensors that it will have made.
 Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]

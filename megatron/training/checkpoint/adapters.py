@@ -23,7 +23,7 @@ from megatron.core.config.adapters import (
     layer_module_path,
     linear_shapes_of_layer,
 )
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError

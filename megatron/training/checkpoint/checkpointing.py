@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.adapters import is_adapter_parameter
-from megatron.core.config.flags import config_to_flat_dict, flag_name
+from megatron.core.config.flags.declare import config_to_flat_dict, flag_name
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, SavedRunConfig
 from megatron.core.dist_checkpointing.load import OPTIONAL, load_into_sharded_state
@@ -69,10 +69,10 @@ from megatron.training.checkpoint.run_state import (
     resolve_missing_weights,
     weights_of,
 )
-from megatron.training.hooks import StepHooks
 from megatron.training.launch.launch_info import read_launch_info
-from megatron.training.run import RunContext
-from megatron.training.trainer import Trainer
+from megatron.training.state.hooks import StepHooks
+from megatron.training.state.run import RunContext
+from megatron.training.state.trainer import Trainer
 
 _PROJECTOR = "model.vision_projection."
 

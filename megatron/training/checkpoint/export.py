@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.core.config.flags import ConfigError, config_from_flat_dict
+from megatron.core.config.flags.declare import ConfigError, config_from_flat_dict
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families import hf_export

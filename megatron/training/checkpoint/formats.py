@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import flag_fields
+from megatron.core.config.flags.declare import flag_fields
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import (

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.config.flags import ConfigError, config_from_flat_dict, raise_config_error_if
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.flags.declare import ConfigError, config_from_flat_dict, raise_config_error_if
+from megatron.core.config.plan.layers import StageSpec
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig, resumed_null_vocab_size
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.optim import PrecisionConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RunConfig, TrainConfig
-from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.load import load_into_sharded_state
 from megatron.core.dist_checkpointing.sharded_state import Tree, add_sharded_tensor, sharded_parameter
@@ -34,8 +34,8 @@ from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families.hf import hf_model_settings, is_hf_checkpoint
 from megatron.core.families.image_processor import image_settings_of_folder
 from megatron.core.families.registry import model_config_from_settings
-from megatron.core.kernels.startup_check import select_kernels_with_trials
-from megatron.core.kernels.table import KernelRequirements
+from megatron.core.kernels.choice.startup_check import select_kernels_with_trials
+from megatron.core.kernels.choice.table import KernelRequirements
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.training.checkpoint.inference_model import GPT, load_network
-from megatron.training.trainer import Trainer
+from megatron.training.state.trainer import Trainer
 
 
 def load_reference_policy(trainer: Trainer, folder: str | None) -> Trainer | None:

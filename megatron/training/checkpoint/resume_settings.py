@@ -8,7 +8,7 @@
     tokenizer   compared by its fingerprint (`require_checkpoint_tokenizer`)   the same
     free        nothing: the numbers stay the same but for rounding     -
 
-A setting that a network does not use (`core/config/settings/network.py`) is another one's business, and no difference.
+A setting that a network does not use (`core/config/plan/network.py`) is another one's business, and no difference.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
-from megatron.core.config.flags import config_from_flat_dict, config_to_flat_dict, field_resume_roles, flag_name
+from megatron.core.config.flags.declare import config_from_flat_dict, config_to_flat_dict, field_resume_roles, flag_name
+from megatron.core.config.plan.network import network_fields, network_setting_differences
 from megatron.core.config.settings.model import RequestedModel
-from megatron.core.config.settings.network import network_fields, network_setting_differences
 from megatron.core.config.settings.optim import ScheduleConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.sharded_state import (
 from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.parallel.spec import param_spec_of
-from megatron.training.trainer import Trainer
+from megatron.training.state.trainer import Trainer
 
 Formats = Mapping[str, ShapeAndDtype]
 Slot = tuple[str, OwnedSegment, Tensor]

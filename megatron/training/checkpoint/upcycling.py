@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import config_to_flat_dict
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.flags.declare import config_to_flat_dict
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.source import CheckpointSource, ShapeAndDtype

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from megatron.core.config.flags import (
+from megatron.core.config.flags.declare import (
     ConfigError,
     accept_values_with_dashes,
     add_config_arguments,
@@ -30,7 +30,7 @@ from megatron.core.config.flags import (
     flag_name,
     raise_config_error_if,
 )
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.data import DataFiles, TokenizerConfig, resumed_null_vocab_size
 from megatron.core.config.settings.run import RequestedRun, RunConfig

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.run import RunConfig
+from megatron.core.kernels.choice.table import KernelRequirements, select_kernels
 from megatron.core.kernels.low_precision import recipes
-from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.parallel.device import missing_compiler_reason, pick_device
 
 # Kernels of torch itself, of which is known on any machine what they can do on a GPU.

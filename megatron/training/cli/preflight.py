@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 
 from megatron.core.config.adapters import is_trained_parameter
-from megatron.core.config.flags import ConfigError, flag_name
+from megatron.core.config.flags.declare import ConfigError, flag_name
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.data import DataFiles, TokenizerConfig
 from megatron.core.config.settings.model import ModelConfig
@@ -38,8 +38,8 @@ from megatron.core.tokenizers.build import (
     tokenizer_flag_problems,
     unused_tokenizer_settings,
 )
-from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.launch.elastic import fit_layout_to_ranks
+from megatron.training.state.microbatches import BatchSchedule
 
 Problem = tuple[str, str]  # name of a rule, what to say
 LOCAL = ("files", "machine")  # rules whose answer can be another on another machine

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.blend import BlendedDataset, build_split_datasets
 from megatron.core.datasets.data_splits import SPLITS
@@ -27,13 +27,13 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.kinds import KINDS
 from megatron.core.datasets.samplers import FILL, microbatch_digest
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.data.sample_order import (
     microbatch_sample_indices,
     read_and_stack_samples,
     samples_needed,
     single_pass_microbatch_indices,
 )
+from megatron.training.state.microbatches import BatchSchedule
 
 # What samples hold whose texts are masked, and no longer lie piece by piece.
 WHOLE_TEXTS = ("text", "text_enc", "text_dec")

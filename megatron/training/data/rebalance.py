@@ -24,9 +24,9 @@ from megatron.core.context_parallel.sequence_assignment import (
     SequenceAssignment,
     assign_sequences_to_ranks,
 )
-from megatron.core.kernels.packed_document_starts import memoize_packed_document_starts
+from megatron.core.kernels.ops.packed_document_starts import memoize_packed_document_starts
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.data.batch import Batch, require_next_batch
+from megatron.training.state.batch import Batch, require_next_batch
 
 Document = dict[str, Tensor]  # name -> [length]
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import StageSpec
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.samplers import (
@@ -24,8 +24,8 @@ from megatron.core.datasets.samplers import (
     sequential_sampler,
     single_pass_sampler,
 )
-from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.report.run_log import LogFile
+from megatron.training.state.microbatches import BatchSchedule
 
 
 class MapStyleDataset(Protocol):

@@ -25,8 +25,8 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.health.failure_dump import write_failure_dump
 from megatron.training.health.failures import failure_folder, rank_and_node_text
-from megatron.training.hooks import StepHooks
-from megatron.training.step import StepWork
+from megatron.training.state.hooks import StepHooks
+from megatron.training.state.step import StepWork
 
 _KEPT, _NEEDED = 100, 20  # good steps that are remembered, and without which nothing counts as unusual
 _LARGE = 10.0  # times the largest

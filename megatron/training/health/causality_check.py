@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import raise_config_error_if
-from megatron.core.config.plan import LayerPlan, network_layer_plans
+from megatron.core.config.flags.declare import raise_config_error_if
+from megatron.core.config.plan.layers import LayerPlan, network_layer_plans
 from megatron.core.context_parallel.zigzag import Zigzag
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel import collectives
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.mixers.attention import attend
-from megatron.training.run import RunContext
+from megatron.training.state.run import RunContext
 
 _SHORTEST = 256  # tokens, or the run's own length if that is less
 

@@ -38,7 +38,7 @@ from torch.profiler import ProfilerActivity
 
 from megatron.core.config.settings.run import LogConfig, TrainConfig
 from megatron.training.report.metrics import ResolvedStepMetrics
-from megatron.training.run import TerminationSignalState
+from megatron.training.state.run import TerminationSignalState
 
 # Seconds in which a second SIGINT is the first again: a terminal sends it to all processes, and a launcher passes it on.
 _ONCE = 1.0

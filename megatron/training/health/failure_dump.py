@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import config_to_flat_dict
+from megatron.core.config.flags.declare import config_to_flat_dict
 from megatron.core.dist_checkpointing.checkpoint_folders import SavedRunConfig, scan_checkpoint_folder
 from megatron.core.dist_checkpointing.saver import CheckpointSaver, SavePolicy
 from megatron.core.optimizer.clip import gradient_ranges_counted_once, without_tied_duplicates
 from megatron.core.parallel import collectives
 from megatron.training.checkpoint.run_state import weights_of
-from megatron.training.data.batch import Batch
-from megatron.training.step import StepWork
-from megatron.training.trainer import Trainer
+from megatron.training.state.batch import Batch
+from megatron.training.state.step import StepWork
+from megatron.training.state.trainer import Trainer
 
 STEP, WEIGHTS = "step.json", "weights"
 

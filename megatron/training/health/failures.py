@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.parallel.flight_recorder import FlightRecorder, path_tail
-from megatron.training.run import RunContext
+from megatron.training.state.run import RunContext
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen", os.path.dirname(os.__file__) + "/")
 

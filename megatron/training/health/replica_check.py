@@ -37,7 +37,7 @@ from megatron.core.parallel.spec import (
 )
 from megatron.core.tensor_parallel.low_precision import delayed_scalings_by_layer
 from megatron.training.health.failures import rank_and_node_text, ranks_text
-from megatron.training.trainer import Trainer
+from megatron.training.state.trainer import Trainer
 
 _BLOCK = 1 << 16  # words under one set of factors
 _ROWS = 16  # blocks at a time: 4 MB of words

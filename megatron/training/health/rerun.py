@@ -32,12 +32,12 @@ from torch import Tensor
 from megatron.core.datasets.storage import atomic_file
 from megatron.core.parallel import collectives
 from megatron.training.checkpoint.resuming import decide_on_first_rank
-from megatron.training.data.batch import Batch
 from megatron.training.health.bad_steps import BadStepError, StepValidator, mean_losses
 from megatron.training.launch.launch_info import read_launch_info
 from megatron.training.report.metrics import StepMetrics
-from megatron.training.step import StepWork, train_step
-from megatron.training.trainer import Trainer
+from megatron.training.state.batch import Batch
+from megatron.training.state.step import StepWork, train_step
+from megatron.training.state.trainer import Trainer
 
 FILE = "rerun.json"  # in --save
 RESTART_ELSEWHERE, REJECTED = 16, 17  # exit codes

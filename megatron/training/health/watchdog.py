@@ -36,7 +36,7 @@ from megatron.training.health.failures import (
 )
 from megatron.training.launch.launch_info import LaunchInfo, read_launch_info
 from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore
-from megatron.training.run import RunContext
+from megatron.training.state.run import RunContext
 
 _LOOK_EVERY = 1.0  # seconds
 # How long answers are waited for: where a connection broke, all ranks are to end soon.

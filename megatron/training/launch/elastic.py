@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
-from megatron.core.config.flags import flag_name
+from megatron.core.config.flags.declare import flag_name
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RequestedRun
 

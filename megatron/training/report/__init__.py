@@ -1,1 +1,1 @@
-"""Metrics of a step, timers, the writers that print them, and the run log."""
+"""Metrics of a step, timers, and the file of the run log."""

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.training.checkpoint.adapters import BASE, base_weights_hash
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.trainer import Trainer
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import held_weights, train_on
 from tests.helpers.world import Worlds

@@ -15,7 +15,7 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tensor_parallel.adapter import LinearAdapter, LoRAFactors
 from megatron.core.tensor_parallel.linear import AdaptableLinear
-from megatron.training.trainer import Trainer
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 from tests.parity.table import MODELS

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf, peft
 from megatron.core.families.adapter_set import LoadedAdapter, read_native_adapter_checkpoint
@@ -31,7 +31,7 @@ from megatron.training.checkpoint.adapters import open_adapters, possible_base_m
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
-from megatron.training.trainer import Trainer
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.tiny import VOCABULARY
 from tests.helpers.training import train_on

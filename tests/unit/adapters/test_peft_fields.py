@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf, peft
 from megatron.core.families.adapter_set import LinearLoraWeights, LoadedAdapter, planned_adapters
@@ -27,7 +27,7 @@ from megatron.core.families.registry import model_config_from_settings
 from megatron.core.parallel.spec import param_spec_of
 from megatron.tools.checkpoint import adapter as tool
 from megatron.training.checkpoint.adapters import open_adapters
-from megatron.training.trainer import Trainer
+from megatron.training.state.trainer import Trainer
 from tests.unit.adapters.test_peft import (
     GPT2,
     LATENT,
@@ -415,7 +415,7 @@ EDITS: list[tuple[dict[str, Any], str | None]] = [
 def test_every_key_of_a_config_is_read_harmless_or_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron.core.config.bounded_regex._SECONDS", 0.5)
+    monkeypatch.setattr("megatron.core.config.flags.bounded_regex._SECONDS", 0.5)
     base, folder = saved_base("llama", tmp_path / "base"), tmp_path / "adapter"
     adapted(transformers.AutoModelForCausalLM.from_pretrained(base), folder, target_modules=["q_proj"])
     text, model = (folder / CONFIG).read_text(), model_config_from_settings(hf.open_hf_folder(base).settings)

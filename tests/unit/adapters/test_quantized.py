@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.rules.engine import broken_rules
-from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.kernels.low_precision.weight_blocks import (
     BlockQuantizedWeight,
@@ -25,10 +25,10 @@ from megatron.core.kernels.low_precision.weight_blocks import (
 from megatron.core.models.flops import estimate_memory_by_pipeline_rank
 from megatron.core.parallel.spec import local_shard_boxes, param_spec_of, quantized_storage_of
 from megatron.core.tensor_parallel.frozen_quantized import dense_weight
+from megatron.plan.simulate.dry_run import dry_run
 from megatron.training.checkpoint.adapters import BASE, base_weights_hash
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.trainer import Trainer
-from megatron.trust.simulate.dry_run import dry_run
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import held_weights, train_on
 from tests.helpers.world import Worlds

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.adapters import without_adapters
-from megatron.training.trainer import Trainer
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.helpers.world import Worlds

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import config_from_flat_dict
+from megatron.core.config.flags.declare import config_from_flat_dict
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES, broken_rules
 from megatron.core.config.rules.rule import divisors_text
 from megatron.core.config.settings.run import RequestedRun
-from megatron.core.config.stages import stage_specs_of_run
 
 GOOD: dict[str, Any] = {
     "num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 32, "micro_batch_size": 2, "global_batch_size": 16,

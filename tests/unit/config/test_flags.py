@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import pytest
 
-from megatron.core.config.flags import (
+from megatron.core.config.flags.declare import (
     ConfigError,
     Role,
     add_config_arguments,
@@ -222,5 +222,5 @@ def test_every_field_of_a_run_says_what_another_value_means() -> None:
     assert {field.name for field, _ in flag_fields(RequestedRun)} < roles.keys() and len(roles) > 300
     silent = [name for name, role in roles.items() if role not in get_args(Role)]
     assert not silent, (
-        f'give these a role="..." beside their help (config/flags.py says which there are): {", ".join(silent)}'
+        f'give these a role="..." beside their help (config/flags/declare.py says which there are): {", ".join(silent)}'
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.core.config.foreign_mapping import ForeignMapping, short_value
+from megatron.core.config.foreign.mapping import ForeignMapping, short_value
 
 
 def test_a_key_that_nobody_took_is_refused_by_name() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import mtp_depth_layer_plans, network_layer_plans
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.plan.layers import mtp_depth_layer_plans, network_layer_plans
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.hybrid import SYMBOLS, suggested_hybrid_patterns
-from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.flops import flops_per_token
 from tests.helpers import tiny
 from tests.helpers.counts import count_layer_parameters

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import flag_fields, flag_name, flag_spellings
+from megatron.core.config.flags.declare import flag_fields, flag_name, flag_spellings
 from megatron.core.config.settings.run import RequestedRun
 from megatron.training.cli.legacy_flags import find_legacy_flag
 

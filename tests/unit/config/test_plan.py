@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import (
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.plan.layers import (
     LayerPlan,
     StageSpec,
     mtp_depth_layer_plans,
@@ -219,6 +219,6 @@ def test_a_number_of_chunks_that_does_not_come_out_is_refused() -> None:
 
 
 def test_planning_does_not_load_torch() -> None:
-    program = "import sys; import megatron.core.config.plan; sys.exit('torch' in sys.modules)"
+    program = "import sys; import megatron.core.config.plan.layers; sys.exit('torch' in sys.modules)"
     environment = {"PYTHONPATH": ":".join(sys.path)}
     assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == 0

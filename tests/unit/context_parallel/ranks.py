@@ -10,8 +10,8 @@ from torch import Tensor
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.context_parallel.attention import context_parallel_attention
 from megatron.core.context_parallel.zigzag import Zigzag
-from megatron.core.kernels import fused, reference
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops import fused, reference
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 

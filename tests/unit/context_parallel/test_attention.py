@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.core.context_parallel.ring import visible_chunk_pairs
 from megatron.core.context_parallel.zigzag import Zigzag
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from tests.helpers.world import Worlds
 from tests.unit.context_parallel import ranks
 from tests.unit.context_parallel.ranks import Case

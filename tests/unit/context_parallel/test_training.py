@@ -14,12 +14,12 @@ from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.training.data.batch import Batch
 from megatron.training.data.rebalance import RebalancedBatches, documents_with_loss
 from megatron.training.evaluate import evaluate_loss
 from megatron.training.loader import iterate_split_microbatches
-from megatron.training.run import RunContext
-from megatron.training.step import train_step
+from megatron.training.state.batch import Batch
+from megatron.training.state.run import RunContext
+from megatron.training.state.step import train_step
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 

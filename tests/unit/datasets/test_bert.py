@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.config.flags import ConfigError, config_from_flat_dict
+from megatron.core.config.flags.declare import ConfigError, config_from_flat_dict
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.datasets.bert import BERTDataset, BERTSampleOptions

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import blend as blend_module
 from megatron.core.datasets.blend import BlendedDataset, build_gpt_datasets, build_split_datasets, data_source_usage

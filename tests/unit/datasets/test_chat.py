@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import DataConfig, SFTDataConfig
 from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.datasets.chat import ChatDataset

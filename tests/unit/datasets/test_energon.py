@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import images
 from megatron.core.datasets.blend import BlendedDataset, build_split_datasets

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import LlamaTokenizer
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import DataConfig, FIMConfig, TokenizerConfig
 from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.datasets.fim import FillInTheMiddle, build_fill_in_middle

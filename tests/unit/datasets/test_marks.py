@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import processors
 
-from megatron.core.config.flags import ConfigError, config_from_flat_dict
+from megatron.core.config.flags.declare import ConfigError, config_from_flat_dict
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.ingest.encode import EncodeOptions, RecordEncoder

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.config.flags import config_from_flat_dict
+from megatron.core.config.flags.declare import config_from_flat_dict
 from megatron.core.config.settings.run import RequestedRun
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.kinds import KINDS

@@ -10,7 +10,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from megatron.core.config.flags import add_config_arguments
+from megatron.core.config.flags.declare import add_config_arguments
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import sidecar, storage
 from megatron.core.datasets.bin_idx_check import bin_idx_pair_problems

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.config.flags import ConfigError, config_from_flat_dict
+from megatron.core.config.flags.declare import ConfigError, config_from_flat_dict
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.dataset_protocols import SplitRequest

@@ -11,7 +11,7 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.datasets import template_sandbox, template_worker
 from megatron.core.datasets.conversations import ConversationEncoder, open_conversations
 from megatron.core.datasets.index_map import IndexCacheFolder

@@ -121,7 +121,7 @@ def test_no_other_program_splits_a_file_at_every_end_of_lines() -> None:
     plain = {  # files of other programs without JSON: a log, a table of words, stacks
         "megatron/training/health/rerun.py",
         "megatron/core/datasets/ingest/sentences.py",
-        "megatron/trust/parity/local_ranks.py",
+        "megatron/verify/parity/local_ranks.py",
         "megatron/tools/checkpoint/resume_check.py",
     }
     found = {

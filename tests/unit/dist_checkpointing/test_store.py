@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config.flags import ConfigError, config_to_flat_dict
+from megatron.core.config.flags.declare import ConfigError, config_to_flat_dict
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing import checkpoint_folders

@@ -11,8 +11,8 @@ import torch
 
 from megatron.core.distributed.fp8_param_gather import LowPrecisionBucket
 from megatron.core.parallel.spec import param_spec_of
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import train_here
 from tests.helpers.world import Worlds

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from tests.helpers.architecture import ROOT
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")

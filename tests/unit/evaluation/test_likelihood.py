@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.megatron.export import write_legacy_checkpoint

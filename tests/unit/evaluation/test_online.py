@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.evaluation.online import OnlineEvaluationConfig, build_online_evaluation
 from megatron.inference.image_prompts import ImagePromptWriter

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from tests.helpers import lm_eval_stand_in, tiny
 from tests.helpers.architecture import ROOT

@@ -19,7 +19,7 @@ from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.export import export_hf_with_tokenizer
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import GPT, load_network
-from megatron.training.trainer import Trainer, build_trainer
+from megatron.training.state.trainer import Trainer, build_trainer
 from tests.helpers import tiny
 
 LLAMA: dict[str, Any] = {

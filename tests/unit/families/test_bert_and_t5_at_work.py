@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import config_from_flat_dict
+from megatron.core.config.flags.declare import config_from_flat_dict
 from megatron.core.config.settings.model import RequestedModel
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, checkpoint_model_settings
 from megatron.core.families import hf, hf_export

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import transformers
 
-from megatron.core.config.flags import config_from_flat_dict
+from megatron.core.config.flags.declare import config_from_flat_dict
 from megatron.core.config.settings.multimodal import MultimodalDataConfig
 from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.datasets import images

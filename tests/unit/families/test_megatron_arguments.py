@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import field_resume_roles
+from megatron.core.config.flags.declare import field_resume_roles
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import flag_name
-from megatron.core.config.settings.network import network_fields
+from megatron.core.config.flags.declare import flag_name
+from megatron.core.config.plan.network import network_fields
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.megatron import export_arguments
 from megatron.core.families.megatron.export import write_legacy_checkpoint

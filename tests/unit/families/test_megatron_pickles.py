@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.megatron.pickles import attributes_of_inert, read_torch_file
+from megatron.core.dist_checkpointing.pickles import attributes_of_inert, read_torch_file
 
 
 class Calls:

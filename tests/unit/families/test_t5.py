@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf, hf_export
 from megatron.core.families.registry import (

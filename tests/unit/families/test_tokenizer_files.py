@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.core.tokenizers.build import build_tokenizer

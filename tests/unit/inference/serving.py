@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import NullTokenizer

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.models.gpt import GPTModel
 from megatron.inference.beam import BeamFailed, beam_search
 from megatron.inference.requests import GenerationReply, GenerationRequest, Ids

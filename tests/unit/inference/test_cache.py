@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.kernels import paged
+from megatron.core.kernels.ops import paged
 from megatron.inference import cache, engine_setup
 from tests.unit.inference.serving import engine_of, greedy, network, prompts, slowly
 

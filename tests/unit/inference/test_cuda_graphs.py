@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.inference import InferenceConfig
-from megatron.core.kernels import paged
+from megatron.core.kernels.ops import paged
 from megatron.inference import cuda_graphs, engine_setup
 from megatron.inference.requests import GenerationEvent, GenerationRequest
 from megatron.inference.sampling import SamplingParams

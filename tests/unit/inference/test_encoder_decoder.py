@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.models.t5 import T5Model

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.engine import Engine

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
@@ -19,7 +19,7 @@ from megatron.inference.cache import KVCache
 from megatron.inference.eval_generate import EvaluationPrompts, generate_continuation_texts, read_prompts
 from megatron.inference.sampling import SamplingParams
 from megatron.training.evaluate import evaluation_mode
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers import tiny
 from tests.helpers.programme import trained, write_tokens
 from tests.helpers.training import held_weights, train_on

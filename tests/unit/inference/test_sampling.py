@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.inference.sampling import (
     SamplingParams,
     apply_repetition_penalty,

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `server` brings it")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.core.tokenizers.generation_config import GenerationDefaults
 from megatron.inference.beam import beam_search

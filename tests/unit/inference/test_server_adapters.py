@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `server` brings it")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.adapter_set import LoadedAdapter
@@ -219,7 +219,7 @@ DAMAGES: dict[str, Any] = {
 def test_others_are_answered_whatever_a_folder_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed; the extra `dev` brings it")
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr("megatron.core.config.bounded_regex._SECONDS", 0.5)
+    monkeypatch.setattr("megatron.core.config.flags.bounded_regex._SECONDS", 0.5)
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 48,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.beam import beam_search

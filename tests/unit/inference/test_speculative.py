@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import MTPInputs, MTPLosses
 from megatron.inference.requests import GenerationRequest

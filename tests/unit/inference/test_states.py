@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import layer as layers
 from megatron.core.transformer.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet

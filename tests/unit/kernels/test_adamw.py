@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.launches import VIEWS
 from megatron.core.config.settings.optim import PrecisionConfig
-from megatron.core.kernels import adamw
-from megatron.core.kernels.adamw import AdamStepSettings, AdamTensors
+from megatron.core.kernels.ops import adamw
+from megatron.core.kernels.ops.adamw import AdamStepSettings, AdamTensors
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers import tiny
 from tests.helpers.triton_interpreter import interpreted, needs_triton
 from tests.unit.distributed.ranks import SIZES

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError
-from megatron.core.kernels import fused, reference
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
-from megatron.core.kernels.reference import GatedActivationOptions
-from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.kernels.choice.table import CANDIDATES, KernelRequirements, select_kernels
+from megatron.core.kernels.ops import fused, reference
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops.reference import GatedActivationOptions
 
 S, B, N, D = 9, 2, 4, 6
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1]])

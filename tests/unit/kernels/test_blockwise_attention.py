@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import blockwise_attention, reference
-from megatron.core.kernels.blockwise_attention import BlockwiseAttentionOptions
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops import blockwise_attention, reference
+from megatron.core.kernels.ops.blockwise_attention import BlockwiseAttentionOptions
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
 
 B, N, Q, K, D = 2, 4, 5, 9, 6
 CUTS = ((0, 9), (0, 4, 9), (0, 1, 2, 9), (0, 3, 3, 9))

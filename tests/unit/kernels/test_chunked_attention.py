@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import chunked_attention, fused, reference
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops import chunked_attention, fused, reference
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
 
 S, B, N, D = 150, 2, 4, 8  # three parts, the last of them short
 NONE = 1e-9  # of dropout: less than a step of it

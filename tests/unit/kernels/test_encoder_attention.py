@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError
-from megatron.core.kernels import reference
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
-from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.kernels.choice.table import CANDIDATES, KernelRequirements, select_kernels
+from megatron.core.kernels.ops import reference
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
 
 B, N, D = 2, 4, 6
 PADDING = torch.tensor([[True] * 5, [True, True, False, True, False]])

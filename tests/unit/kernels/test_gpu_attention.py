@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.kernels import blockwise_attention, chunked_attention, flex, fused, reference
-from megatron.core.kernels.blockwise_attention import BlockwiseAttentionOptions
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops import blockwise_attention, chunked_attention, flex, fused, reference
+from megatron.core.kernels.ops.blockwise_attention import BlockwiseAttentionOptions
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
 from tests.helpers import flex_stand_in
 
 B, N, G, D = 2, 4, 2, 8

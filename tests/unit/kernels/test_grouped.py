@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError
-from megatron.core.kernels import grouped, reference
-from megatron.core.kernels.table import KernelRequirements, select_kernels
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.kernels.choice.table import KernelRequirements, select_kernels
+from megatron.core.kernels.ops import grouped, reference
 
 COUNTS = {
     "even": (6, 6, 6, 6),

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.kernels import linear_loss
-from megatron.core.kernels.linear_loss import VocabularyShard, blockwise_linear_cross_entropy
-from megatron.core.kernels.table import KernelRequirements, select_kernels
+from megatron.core.kernels.choice.table import KernelRequirements, select_kernels
+from megatron.core.kernels.ops import linear_loss
+from megatron.core.kernels.ops.linear_loss import VocabularyShard, blockwise_linear_cross_entropy
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.helpers import tiny

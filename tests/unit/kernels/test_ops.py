@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import reference
-from megatron.core.kernels.mask import AttentionMaskSpec
-from megatron.core.kernels.table import CANDIDATES, KernelRequirements
+from megatron.core.kernels.choice.table import CANDIDATES, KernelRequirements
+from megatron.core.kernels.ops import reference
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 
 S, B, N, D = 7, 2, 4, 6
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]])

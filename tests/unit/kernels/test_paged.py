@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import paged, reference
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
-from megatron.core.kernels.paged import CacheBlockTables
+from megatron.core.kernels.ops import paged, reference
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops.paged import CacheBlockTables
 from tests.helpers.triton_interpreter import needs_triton
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}

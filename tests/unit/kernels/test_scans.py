@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.kernels import scans
+from megatron.core.kernels.state_space import scans
 
 LENGTHS = (1, 3, 63, 64, 65, 257)
 BATCH, HEADS, GROUPS, SIZE, WIDTH = 2, 6, 3, 4, 5

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import reference, startup_check
+from megatron.core.kernels.choice import startup_check
+from megatron.core.kernels.choice.startup_check import KernelChoice, select_kernels_with_trials
+from megatron.core.kernels.choice.table import CANDIDATES, KernelCandidate, KernelRequirements, select_kernels
 from megatron.core.kernels.low_precision import fp8
 from megatron.core.kernels.low_precision.fp8 import QuantizeTransposeKernels
-from megatron.core.kernels.startup_check import KernelChoice, select_kernels_with_trials
-from megatron.core.kernels.table import CANDIDATES, KernelCandidate, KernelRequirements, select_kernels
+from megatron.core.kernels.ops import reference
 from megatron.core.parallel.mesh import Mesh
 from megatron.tools import doctor
 from megatron.training import initialize

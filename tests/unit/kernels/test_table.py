@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError
-from megatron.core.kernels import fused, reference
-from megatron.core.kernels.table import CANDIDATES, KernelCandidate, KernelRequirements, select_kernels
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.kernels.choice.table import CANDIDATES, KernelCandidate, KernelRequirements, select_kernels
+from megatron.core.kernels.ops import fused, reference
 
 
 def test_auto_takes_the_first_candidate_that_fits() -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
+from megatron.core.kernels.choice.table import KernelRequirements, select_kernels
 from megatron.core.kernels.external import torchao
 from megatron.core.kernels.low_precision import fp4, fp8_native
 from megatron.core.kernels.low_precision.fp8 import E4M3, E5M2, NumberFormat
 from megatron.core.kernels.low_precision.recipes import low_precision_recipe_of
-from megatron.core.kernels.table import KernelRequirements, select_kernels
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tensor_parallel.low_precision import (

@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.kernels import NAMED
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
-from megatron.core.config.stages import stage_specs_of_run
-from megatron.core.kernels import linear_loss, reference, requirements
-from megatron.core.kernels.linear_loss import VocabularyShard
-from megatron.core.kernels.permute import permute
-from megatron.core.kernels.reference import GatedActivationOptions
-from megatron.core.kernels.table import (
+from megatron.core.kernels.choice.table import (
     CANDIDATES,
     KernelRequirements,
     Kernels,
     select_kernels,
     supported_kernel_requests,
 )
+from megatron.core.kernels.ops import linear_loss, reference, requirements
+from megatron.core.kernels.ops.linear_loss import VocabularyShard
+from megatron.core.kernels.ops.permute import permute
+from megatron.core.kernels.ops.reference import GatedActivationOptions
 from megatron.core.transformer.dispatch import permutation_by_expert, permute_tokens, unpermute_tokens
 from tests.helpers import tiny
 from tests.helpers.triton_interpreter import interpreted, missing_interpreter, needs_triton

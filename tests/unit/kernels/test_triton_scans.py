@@ -10,12 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.kernels import scans
 from megatron.core.kernels.external import state_space_packages
-from megatron.core.kernels.requirements import KernelRequirements, package_unsupported_reason
+from megatron.core.kernels.ops.requirements import KernelRequirements, package_unsupported_reason
+from megatron.core.kernels.state_space import scans
 from tests.helpers.triton_interpreter import interpreted, needs_triton
 
-FILES = ("triton.scan_forward", "triton.scan_gradients", "triton.scans", "triton.conv")
+FILES = (
+    "state_space.triton_scan_forward",
+    "state_space.triton_scan_gradients",
+    "state_space.triton_scans",
+    "state_space.triton_conv",
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +48,14 @@ def inputs_of(kind: str, length: int) -> tuple[dict[str, Tensor], Tensor]:
 def test_a_scan_by_triton_gives_torchs_outputs_and_gradients(
     kernels: dict[str, ModuleType], kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels["triton.scans"], "_CHUNK", 16)
-    monkeypatch.setattr(kernels["triton.scans"], "_SPAN", 2)
+    monkeypatch.setattr(kernels["state_space.triton_scans"], "_CHUNK", 16)
+    monkeypatch.setattr(kernels["state_space.triton_scans"], "_SPAN", 2)
     inputs, state = inputs_of(kind, 71)
     lengths = torch.tensor([20, 12, 1, 38])
     segments = torch.repeat_interleave(torch.arange(4), lengths).expand(2, -1) if packed else None
     name = "selective_scan" if kind == "mamba" else "delta_rule_scan"
     results = []
-    for module, dtype in ((kernels["triton.scans"], torch.float32), (scans, torch.float64)):
+    for module, dtype in ((kernels["state_space.triton_scans"], torch.float32), (scans, torch.float64)):
         leaves = {key: each.to(dtype).requires_grad_() for key, each in inputs.items()}
         first = state.to(dtype).requires_grad_()
         outputs = getattr(module, name)(**leaves, segments=segments, state=first)
@@ -75,7 +80,7 @@ def test_gradients_of_a_scan_by_triton_are_torchs_at_any_length(
     for packed in (False, True):
         segments = (torch.arange(length) * 7 // 40).expand(2, -1) if packed else None
         results = []
-        for module, dtype in ((kernels["triton.scans"], torch.float32), (scans, torch.float64)):
+        for module, dtype in ((kernels["state_space.triton_scans"], torch.float32), (scans, torch.float64)):
             leaves = {key: each.to(dtype).requires_grad_() for key, each in inputs.items()}
             first = state.to(dtype).requires_grad_()
             limited = {key: each.clamp(0.2, 0.7) if key == "dt" else each for key, each in leaves.items()}
@@ -94,7 +99,7 @@ def test_a_scan_by_triton_takes_bf16_and_no_state(kernels: dict[str, ModuleType]
     wide = ("a", "dt", "g", "beta")
     given = {key: each if key in wide else each.bfloat16() for key, each in inputs.items()}
     name = "selective_scan" if kind == "mamba" else "delta_rule_scan"
-    found, last = getattr(kernels["triton.scans"], name)(**given)
+    found, last = getattr(kernels["state_space.triton_scans"], name)(**given)
     expected, end = getattr(scans, name)(**{key: each.double() for key, each in given.items()})
     assert found.dtype == torch.bfloat16 and last.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
@@ -111,7 +116,7 @@ def test_the_convolution_by_triton_gives_torchs_outputs_and_gradients(
     segments = torch.repeat_interleave(torch.arange(4), torch.tensor([2, 1, 29, 38])).expand(2, -1) if packed else None
     for before, bias in ((True, True), (False, True), (False, False)):
         results = []
-        for module, dtype in ((kernels["triton.conv"], torch.float32), (scans, torch.float64)):
+        for module, dtype in ((kernels["state_space.triton_conv"], torch.float32), (scans, torch.float64)):
             x, weight, shift, past = (each.to(dtype).requires_grad_() for each in given)
             leaves = [x, weight, *([shift] if bias else []), *([past] if before else [])]
             y = module.causal_conv(x, weight, shift if bias else None, segments, past if before else None)

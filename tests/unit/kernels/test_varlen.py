@@ -14,19 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError
-from megatron.core.kernels import flex, fused, packed_document_starts, reference, table, varlen
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
-from megatron.core.kernels.packed_document_starts import (
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.kernels.choice import table
+from megatron.core.kernels.choice.startup_check import select_kernels_with_trials
+from megatron.core.kernels.choice.table import CANDIDATES, KernelRequirements, select_kernels
+from megatron.core.kernels.ops import flex, fused, packed_document_starts, reference, varlen
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops.packed_document_starts import (
     PackedDocumentStarts,
     cached_packed_document_starts,
     document_starts_from_ids,
     memoize_packed_document_starts,
 )
-from megatron.core.kernels.startup_check import select_kernels_with_trials
-from megatron.core.kernels.table import CANDIDATES, KernelRequirements, select_kernels
 from megatron.training.cli.device_checks import kernel_requirements
-from megatron.training.data.batch import Batch
+from megatron.training.state.batch import Batch
 from tests.helpers import flex_stand_in, tiny
 from tests.unit.kernels.test_attention_packages import DOCUMENTS, MASKS, B, S, heads
 from tests.unit.kernels.test_ops import check, with_gradients

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.models import flops
 from megatron.core.models.describe import WeightShardCounts, count_parameters
 from megatron.core.models.gpt import GPTModel

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.models import flops
 from megatron.core.models.describe import count_rank_parameters
 from megatron.core.parallel.spec import param_spec_of
-from megatron.training.trainer import Network
+from megatron.training.state.trainer import Network
 from tests.helpers import tiny
 from tests.parity.table import MODELS
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.flags import config_from_flat_dict
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.flags.declare import config_from_flat_dict
+from megatron.core.config.plan.layers import network_layer_plans
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun
-from megatron.core.config.stages import stage_specs_of_run
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.models import flops
 from megatron.core.models.describe import (
     WeightShardCounts,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.plan import partition_into_stages, uniform_layer_plans
+from megatron.core.config.plan.layers import partition_into_stages, uniform_layer_plans
 from megatron.core.config.settings.model import ModelConfig, PositionConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.config.settings.parallel import ParallelConfig

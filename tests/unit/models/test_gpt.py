@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.spec import param_spec_of
 from tests.helpers import tiny

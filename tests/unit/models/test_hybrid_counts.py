@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.plan import network_layer_plans
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.config.plan.layers import network_layer_plans
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.models import flops
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.models import flops
 from megatron.core.models.describe import count_rank_parameters
 from megatron.core.models.gpt import GPTModel
-from megatron.training.data.batch import Batch
+from megatron.training.state.batch import Batch
 from tests.helpers import tiny
 from tests.parity.table import MODELS
 

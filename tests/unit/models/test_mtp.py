@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import MTPInputs, MTPLosses
-from megatron.training.data.batch import Batch, language_loss_with_mtp
+from megatron.training.state.batch import Batch, language_loss_with_mtp
 from tests.helpers import tiny
 
 S = 16

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.model import PositionConfig
-from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel.spec import param_spec_of
 from megatron.core.transformer.relative import relative_position_buckets

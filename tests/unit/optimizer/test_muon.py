@@ -26,7 +26,7 @@ from megatron.core.parallel.spec import (
     normal_initializer,
     set_global_param_names,
 )
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers import tiny
 
 RATE, DECAY, BETA = 1e-2, 0.1, 0.9

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.kernels.adamw import AdamKernel
-from megatron.core.kernels.adamw import adamw as adamw_by_torch
+from megatron.core.kernels.ops.adamw import AdamKernel
+from megatron.core.kernels.ops.adamw import adamw as adamw_by_torch
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.rule import ParamGroup, param_group_of
 from megatron.core.parallel.mesh import Mesh

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.optim import OptimizerConfig, ScheduleConfig
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.optimizer.schedule import OptimizerParamSchedule, resolve_resumed_schedule

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.parallel.grid import axis_rank_groups, hybrid_cp_rank_groups
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.parallel.overlap import DualBatchThreads
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 

@@ -12,7 +12,7 @@ from numpy import ndarray
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.core.config.plan import Placement
+from megatron.core.config.plan.layers import Placement
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.overlap import OverlappedComputation

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.pipeline_parallel.schedules import (
     Action,
     Plan,

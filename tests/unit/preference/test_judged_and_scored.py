@@ -18,7 +18,7 @@ from megatron.preference.rows import LabeledAnswer, PreferencePair, Row
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.evaluate import evaluation_mode
 from megatron.training.report.metrics import StepMetrics, _resolve_step_metrics
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers.preference import random_rows, train_pairs_here, trainer_of
 from tests.helpers.world import Worlds
 from tests.unit.preference.test_training import LAYOUTS, LLAMA, LORA, STEPS, answer_logprob, compare

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.models.flops import estimate_memory_by_pipeline_rank, owned_bytes_per_parameter
+from megatron.plan.analytic_estimate import with_padded_vocabulary
+from megatron.plan.command import parse_training_command
+from megatron.plan.simulate.dry_run import dry_run
 from megatron.preference import data
 from megatron.preference.planned_memory import reference_network_memory
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.reference import load_reference_policy
-from megatron.training.trainer import Trainer
-from megatron.trust.flags.command import parse_training_command
-from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
-from megatron.trust.simulate.dry_run import dry_run
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.preference import trainer_of
 from tests.helpers.training import train_on

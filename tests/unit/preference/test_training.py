@@ -18,7 +18,7 @@ from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.losses import PAIR_LOSSES
 from megatron.preference.settings import WITHOUT_REFERENCE, PreferenceConfig
 from megatron.training.evaluate import evaluation_mode
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers import tiny
 from tests.helpers.lazy_collectives import run_lazily
 from tests.helpers.preference import random_pairs, train_pairs_here, trainer_of

@@ -20,9 +20,9 @@ from megatron.preference.dataset import PreferenceDataset, PreferenceRowSource
 from megatron.preference.rows import PreferenceRowParser, parse_preference_rows
 from megatron.preference.settings import PreferenceConfig
 from megatron.preference.step import PreferenceStep
-from megatron.training.data.batch import Batch
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer, build_trainer
+from megatron.training.state.batch import Batch
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer, build_trainer
 from tests.helpers import tiny
 from tests.helpers.preference import BASE
 from tests.unit.preference.test_training import LLAMA

@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.rl.environments.arithmetic import ArithmeticEnvironment
 from megatron.rl.environments.base import EVALUATION
@@ -29,7 +29,7 @@ from megatron.rl.environments.openai_agent import (
     chatml_prompt,
 )
 from megatron.rl.environments.remote import RemoteEnvironment, RemoteEnvironmentError
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers.policy import RL, trainer_of
 from tests.unit.rl.test_prompt_encoding import Policy
 

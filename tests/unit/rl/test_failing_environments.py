@@ -18,7 +18,7 @@ from megatron.core.datasets.indexed import DataError
 from megatron.rl.bank import read_rollout_bank
 from megatron.rl.environments.base import Problem
 from megatron.rl.environments.threads import run_in_thread
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers.policy import RL, EvenIds, trainer_of
 
 

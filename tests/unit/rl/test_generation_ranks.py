@@ -25,8 +25,8 @@ from megatron.rl.policy_step import PolicyForwardStep, policy_model_provider
 from megatron.rl.settings import RLConfig, generation_run_config
 from megatron.training import initialize
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.step import train_step
-from megatron.training.trainer import build_trainer
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import build_trainer
 from tests.helpers import tiny
 from tests.helpers.policy import BASE, RL, _mean, train_policy_here
 from tests.helpers.training import held_weights

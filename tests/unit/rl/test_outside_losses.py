@@ -17,7 +17,7 @@ from megatron.rl.algorithms import ALGORITHMS
 from megatron.rl.policy_step import PolicyLossFunction
 from megatron.rl.rollout_batches import TrainingRollout, build_training_rows
 from megatron.rl.rollouts import Rollout
-from megatron.training.data.batch import Batch
+from megatron.training.state.batch import Batch
 from tests.helpers.policy import RL
 
 LENGTHS, PROMPT, LIMIT = (5, 2, 7, 3), 2, 8

@@ -13,8 +13,8 @@ from megatron.core.datasets.indexed import DataError
 from megatron.rl.bank import read_rollout_bank
 from megatron.rl.environments.base import Problem
 from megatron.training.health.bad_steps import BadStepError
-from megatron.training.hooks import StepHooks
-from megatron.training.step import train_step
+from megatron.training.state.hooks import StepHooks
+from megatron.training.state.step import train_step
 from tests.helpers.lazy_collectives import run_lazily
 from tests.helpers.policy import PACKED, RL, EvenIds, train_policy_here, trainer_of
 from tests.helpers.training import assemble, held_weights

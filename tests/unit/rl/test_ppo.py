@@ -15,7 +15,7 @@ from megatron.rl.advantages import gae_advantages_and_returns, whiten
 from megatron.rl.losses import value_loss
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.evaluate import evaluation_mode
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers.policy import RL, train_policy_here, trainer_of
 from tests.helpers.world import Worlds
 from tests.unit.rl.test_planted_defects import plain_logprobs

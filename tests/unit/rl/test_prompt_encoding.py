@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import ByteTokenizer, build_tokenizer

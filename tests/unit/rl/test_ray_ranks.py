@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
+from megatron.plan.command import parse_training_command
 from megatron.rl import settings
 from megatron.rl.arguments import num_training_ranks
 from megatron.rl.ray_ranks import RayRanks, generation_rank_command, launch_info_with_ray_ranks
 from megatron.training.launch.launch_info import read_launch_info
-from megatron.trust.flags.command import parse_training_command
 from tests.helpers.policy import RL
 from tests.unit.rl.test_train_rl import NETWORK, POLICY, ROOT, environments
 

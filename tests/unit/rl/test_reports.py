@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.inference.engine import Engine
 from megatron.inference.sampling import SamplingParams
+from megatron.plan.analytic_estimate import with_padded_vocabulary
+from megatron.plan.command import parse_training_command
 from megatron.rl import policy_data
 from megatron.rl.environments.base import Conversation, Environment, Problem
 from megatron.rl.environments.config import EnvironmentWithWeight
@@ -26,9 +28,7 @@ from megatron.rl.planned_memory import (
 from megatron.rl.rollout_sample_files import RolloutSampleFiles, read_rollout_samples
 from megatron.rl.rollouts import Rollout, RolloutLimits
 from megatron.tools import check_config, plan
-from megatron.training.step import train_step
-from megatron.trust.flags.command import parse_training_command
-from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
+from megatron.training.state.step import train_step
 from tests.helpers.policy import RL, EvenIds, trainer_of
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.rl.environments.config import read_environments
 from megatron.rl.environments.reward_model import RewardModelEnvironment
@@ -18,7 +18,7 @@ from megatron.rl.planned_memory import memory_beside_policy
 from megatron.rl.rollouts import Rollout
 from megatron.training.checkpoint.export import export_hf_with_tokenizer
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers.policy import RL, train_policy_here, trainer_of
 from tests.helpers.world import Worlds
 from tests.unit.evaluation.test_reward import LLAMA as REWARD_LLAMA

@@ -20,8 +20,8 @@ from megatron.rl.bank import read_json_lines_gz, remove_expired_bank_files
 from megatron.rl.environments.base import Conversation, Problem
 from megatron.rl.policy_data import PolicyData, offload_to_host
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer
 from tests.helpers.policy import RL, EvenIds, TwoTurns, train_policy_here, trainer_of
 from tests.helpers.training import assemble, held_weights
 from tests.helpers.world import Worlds
@@ -197,7 +197,7 @@ def test_an_environment_that_hangs_costs_its_rollouts_and_is_counted() -> None:
 KILLED = """
     import dataclasses, os, signal, sys
     from megatron.training.checkpoint.checkpointing import Checkpointer
-    from megatron.training.step import train_step
+    from megatron.training.state.step import train_step
     from tests.helpers.policy import RL, EvenIds, trainer_of
 
     class Fatal(EvenIds):

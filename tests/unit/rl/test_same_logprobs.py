@@ -13,7 +13,7 @@ from megatron.core.transformer import router
 from megatron.inference.engine import Engine
 from megatron.rl import rollouts
 from megatron.rl.environments.base import Problem
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers.policy import PACKED, RL, EvenIds, trainer_of
 from tests.helpers.world import Worlds
 from tests.unit.rl.test_policy import LLAMA, MOE

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.plan.command import parse_training_command
 from megatron.rl.arguments import parse_rl_args
-from megatron.trust.flags.command import parse_training_command
 
 ROOT = Path(__file__).resolve().parents[3]
 NETWORK = (

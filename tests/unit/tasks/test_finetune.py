@@ -16,7 +16,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
@@ -30,14 +30,14 @@ from megatron.tasks.glue import GlueSample
 from megatron.tasks.race import RaceQuestion
 from megatron.tasks.texts import MultipleChoiceSamples, PairSamples, TextPairTokenizer
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.data.batch import Batch
 from megatron.training.health.bad_steps import BadStepError, StepValidator
 from megatron.training.health.exit_conditions import NonFiniteError
+from megatron.training.hooks.writers import Writers
 from megatron.training.report.run_log import read_run_log_events
-from megatron.training.report.writers import Writers
-from megatron.training.run import RunContext
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer, build_trainer
+from megatron.training.state.batch import Batch
+from megatron.training.state.run import RunContext
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer, build_trainer
 from tests.helpers import tiny
 from tests.helpers.architecture import ROOT
 from tests.helpers.mnli import write_mnli

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.tokenizers.base import Tokenizer

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.special_tokens import encode_without_special_tokens
@@ -24,7 +24,7 @@ from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer, build_t
 from megatron.evaluation.likelihood import LoglikelihoodRequest, argmax_token_ids
 from megatron.tasks import zeroshot
 from megatron.tasks.zeroshot import TokenWindows, detokenize_corpus_text, read_lambada_passages, read_perplexity_text
-from megatron.training.trainer import Trainer, build_trainer
+from megatron.training.state.trainer import Trainer, build_trainer
 from tests.helpers import tiny
 from tests.helpers.architecture import ROOT
 from tests.helpers.toytext import package_tokenizer

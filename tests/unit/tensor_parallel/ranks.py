@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
-from megatron.core.kernels import linear_loss
-from megatron.core.kernels.table import Kernels
+from megatron.core.kernels.choice.table import Kernels
+from megatron.core.kernels.ops import linear_loss
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import materialize_parameters
@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.tensor_parallel.overlapped_matmul import MatmulOverlapOptions
 from megatron.core.tensor_parallel.region import TensorParallelRegion
-from megatron.training.step import train_step
+from megatron.training.state.step import train_step
 from tests.helpers import tiny
 
 S, B, H, F_SIZE, V = 8, 3, 6, 16, 21

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.kernels.table import Kernels
+from megatron.core.kernels.choice.table import Kernels
 from megatron.core.parallel.mesh import Axis
 from megatron.core.tensor_parallel.norm import Norm
 from megatron.core.tensor_parallel.overlapped_matmul import MatmulOverlapOptions

@@ -10,7 +10,7 @@ import regex
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2TokenizerFast
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
 
 DATA = Path(__file__).resolve().parents[3] / "examples" / "data"

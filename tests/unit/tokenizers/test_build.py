@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig, resumed_null_vocab_size
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.tokenizers.base import add_prefix_and_suffix_ids, flatten_ids, tokenize_around_special

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers import generation_config
 from megatron.core.tokenizers.build import build_tokenizer

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.tokenizers.difficult_texts import DIFFICULT
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
 

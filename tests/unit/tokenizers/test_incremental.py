@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import decoders
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron.core.tokenizers.incremental import IncrementalDecoder

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.difficult_texts import DIFFICULT

@@ -11,7 +11,7 @@ import tiktoken
 from tiktoken_ext import openai_public
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.tokenizers import tiktoken as tiktoken_module
 from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.tokenizers.huggingface import HuggingFaceTokenizer
 from tests.helpers.tokenizer_kinds import built, byte_level, llama_decoder
 

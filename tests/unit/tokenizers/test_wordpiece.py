@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BertTokenizerFast
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.core.tokenizers.difficult_texts import DIFFICULT

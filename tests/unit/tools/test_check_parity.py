@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from megatron.trust.parity import serial_comparison
-from megatron.trust.parity.local_ranks import RankFailed
+from megatron.verify.parity import serial_comparison
+from megatron.verify.parity.local_ranks import RankFailed
 from tests.parity.defects import planted
 
 ROOT = Path(__file__).resolve().parents[3]

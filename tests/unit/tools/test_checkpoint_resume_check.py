@@ -13,8 +13,8 @@ from megatron.core.optimizer.scaler import LossScaler
 from megatron.core.parallel.rng import RandomStreams
 from megatron.tools.checkpoint import resume_check
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.trust.compare.contents import matches_pattern
-from megatron.trust.state_inventory import INVENTORY, OTHER_STATE, StateCategory
+from megatron.verify.compare.contents import matches_pattern
+from megatron.verify.state_inventory import INVENTORY, OTHER_STATE, StateCategory
 from tests.helpers.architecture import ROOT
 from tests.helpers.programme import TINY, trained
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import flag_fields
+from megatron.core.config.flags.declare import flag_fields
 from megatron.core.config.settings.run import RequestedRun
 from megatron.training.report.run_log import RunLog
-from megatron.trust.compare.runs import BEYOND, LAST_BITS, REPORTS, affected_area_by_setting
+from megatron.verify.compare.runs import BEYOND, LAST_BITS, REPORTS, affected_area_by_setting
 from tests.helpers.programme import trained
 
 ROOT = Path(__file__).resolve().parents[3]

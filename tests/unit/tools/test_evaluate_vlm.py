@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.evaluation.vision_benchmarks import BENCHMARKS, read_benchmark_questions
 from megatron.tools.evaluate_vlm import main
 

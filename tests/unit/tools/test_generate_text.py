@@ -17,7 +17,7 @@ from megatron.inference.engine import Engine
 from megatron.inference.generate import generate_texts
 from megatron.inference.sampling import SamplingParams
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.trainer import Trainer
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.helpers.world import Worlds

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags import flag_fields, flag_spellings
+from megatron.core.config.flags.declare import flag_fields, flag_spellings
 from megatron.core.config.settings.run import RequestedRun
-from megatron.trust.flags.command import parse_training_command
+from megatron.plan.command import parse_training_command
 
 CONFIGS = json.loads((Path(__file__).parent / "megatron_configs.json").read_text())["configs"]
 SEVERAL = {

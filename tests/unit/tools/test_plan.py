@@ -18,13 +18,13 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.config.settings.run import RunConfig
+from megatron.plan import measure
+from megatron.plan.analytic_estimate import with_padded_vocabulary
+from megatron.plan.command import parse_training_command
+from megatron.plan.hardware import PROFILES, NetworkLink, hardware_from_json, hardware_of
+from megatron.plan.simulate.trace import DryRunResult
 from megatron.tools.plan import make_layer_estimator
 from megatron.training.cli.preflight import resolve_and_examine
-from megatron.trust.flags.command import parse_training_command
-from megatron.trust.plan import measure
-from megatron.trust.plan.analytic_estimate import with_padded_vocabulary
-from megatron.trust.plan.hardware import PROFILES, NetworkLink, hardware_from_json, hardware_of
-from megatron.trust.simulate.trace import DryRunResult
 from tests.helpers.architecture import ROOT
 from tests.helpers.world import World
 from tests.unit.tools_and_examples.test_launchers import bash

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron.core.config.plan import partition_into_stages, uniform_layer_plans
+from megatron.core.config.plan.layers import partition_into_stages, uniform_layer_plans
 from megatron.core.models.gpt import GPTModel
 from tests.helpers import tiny
 

@@ -13,7 +13,7 @@ from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.families.registry import FAMILIES, lost_settings
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import whole_box
-from megatron.trust.flags.command import parse_training_command
+from megatron.plan.command import parse_training_command
 from tests.helpers.architecture import ROOT
 from tests.unit.families.test_settings import PUBLISHED
 from tests.unit.tools_and_examples.test_launchers import bash, launch

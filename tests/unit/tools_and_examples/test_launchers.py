@@ -21,7 +21,7 @@ import pytest
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
-from megatron.training.data.microbatches import BatchSchedule
+from megatron.training.state.microbatches import BatchSchedule
 from tests.helpers.architecture import ROOT
 
 LAUNCHERS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples/gpt3").glob("train_*.sh"))

@@ -14,8 +14,8 @@ import pytest
 from megatron.core.config.settings.run import LogConfig
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.tools import plot_loss, unigram_entropy
+from megatron.training.hooks.writers import Writers
 from megatron.training.report.metrics import StepMetrics
-from megatron.training.report.writers import Writers
 
 PNG = b"\x89PNG"
 

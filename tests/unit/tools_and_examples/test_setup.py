@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from megatron.plan.command import ENTRIES, parse_training_command, split_launch_command
 from megatron.training.cli.commands import command_name, with_command_names
-from megatron.trust.flags.command import ENTRIES, parse_training_command, split_launch_command
 from tests.helpers.architecture import ROOT, arrows, imported, repository
 
 # What a file needs beyond the declared packages; no file of the library that needs less imports these files.
@@ -30,10 +30,11 @@ OPTIONAL = {
     "megatron/evaluation/plugin.py": {"lm_eval"},
     **{
         f"megatron/core/kernels/triton/{file}.py": {"triton"}
-        for file in (
-            *("conv", "loss", "norm", "paged", "permute", "pointwise", "quantise", "rotary", "adamw"),
-            *("scans", "scan_forward", "scan_gradients", "split_qkv"),
-        )
+        for file in (*("loss", "norm", "paged", "permute", "pointwise", "quantise", "rotary", "adamw", "split_qkv"),)
+    },
+    **{
+        f"megatron/core/kernels/state_space/triton_{file}.py": {"triton"}
+        for file in ("conv", "scans", "scan_forward", "scan_gradients")
     },
 }
 SETTINGS_OF_PIP = {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}

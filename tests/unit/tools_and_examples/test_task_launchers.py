@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.flags import config_from_namespace
+from megatron.core.config.flags.declare import config_from_namespace
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.models.describe import count_parameters

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from megatron.core.config.flags import (
+from megatron.core.config.flags.declare import (
     ConfigError,
     config_from_namespace,
     config_to_flat_dict,

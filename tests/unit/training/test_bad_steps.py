@@ -19,13 +19,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.spec import param_spec_of
+from megatron.plan.simulate.providers import PROVIDERS
 from megatron.tools.replay import main
-from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.health.bad_steps import BadStepError, StepHistory, StepValidator
-from megatron.training.run import RunContext
-from megatron.training.step import train_step
-from megatron.trust.compare.replay import replay_failure_dump
-from megatron.trust.providers import PROVIDERS
+from megatron.training.state.batch import Batch, LossFunction
+from megatron.training.state.run import RunContext
+from megatron.training.state.step import train_step
+from megatron.verify.compare.replay import replay_failure_dump
 from tests.helpers import tiny
 from tests.helpers.programme import trained, write_tokens
 from tests.helpers.training import held_weights

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.data import DataConfig, SFTDataConfig
-from megatron.core.config.stages import stage_specs_of_run
 from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.samplers import collate
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.training.data.batch import Batch, masked_loss_sum
 from megatron.training.data.sample_order import stages_read_data
 from megatron.training.loader import iterate_split_microbatches
+from megatron.training.state.batch import Batch, masked_loss_sum
 from tests.helpers import tiny
 
 CPU = torch.device("cpu")

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.run import CheckpointConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import iteration_of_best_link
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.parallel.mesh import Axis
 from megatron.training import loop
 from megatron.training.loop import note_if_best
-from megatron.training.run import TrainingProgress
-from megatron.training.trainer import Trainer
+from megatron.training.state.run import TrainingProgress
+from megatron.training.state.trainer import Trainer
 from tests.helpers.checkpoints import complete_iterations
 from tests.helpers.programme import trained, write_tokens
 

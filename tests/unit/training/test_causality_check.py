@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.flags import ConfigError
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.context_parallel import attention as over_ranks
-from megatron.core.kernels import fused, reference
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops import fused, reference
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.training.health.causality_check import (
     attention_mask_variants,
     find_attention_leak,
     leak_probe_length,
     require_causal_attention,
 )
-from megatron.training.run import RunContext
+from megatron.training.state.run import RunContext
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing import checkpoint_folders
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
@@ -24,8 +24,8 @@ from megatron.core.families.hf import open_hf_folder
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.run import TrainingProgress
-from megatron.training.trainer import Trainer
+from megatron.training.state.run import TrainingProgress
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.checkpoints import complete_iterations
 from tests.helpers.programme import trained

@@ -13,7 +13,7 @@ from megatron.core.parallel import device
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.training.accelerate.compile import LayerCompiler, compile_obstacles_by_method
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.trainer import Trainer
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import Held, differences, held_weights, outcome, train_alone, train_on
 from tests.helpers.world import Worlds

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.training.accelerate.cuda_graphs import LayerGraphCapturer
 from megatron.training.cli.preflight import preflight
 from megatron.training.evaluate import evaluate_loss
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.repeats import capture
 from tests.helpers.training import Held, differences, held_weights, outcome, train_alone, train_on

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import config_from_flat_dict
+from megatron.core.config.flags.declare import config_from_flat_dict
 from megatron.core.config.settings.run import RunConfig
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.cli.preflight import fit_elastic_layout, resolve_and_examine
-from megatron.training.data.batch import Batch
 from megatron.training.data.sample_order import microbatch_sample_indices
 from megatron.training.launch.elastic import elastic_layout_change_text
 from megatron.training.report.run_log import read_run_log_events
-from megatron.training.step import train_step
+from megatron.training.state.batch import Batch
+from megatron.training.state.step import train_step
 from tests.helpers import tiny
 from tests.helpers.training import Held, assemble, held_weights
 from tests.helpers.world import Worlds

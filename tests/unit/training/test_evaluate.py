@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.training.data.batch import Batch
 from megatron.training.evaluate import evaluate_loss
-from megatron.training.run import RunContext
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer
+from megatron.training.state.batch import Batch
+from megatron.training.state.run import RunContext
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 

@@ -19,7 +19,7 @@ from megatron.training.cli.arguments import parse_args_or_raise
 from megatron.training.initialize import initialize_megatron
 from megatron.training.launch import rendezvous
 from megatron.training.launch.launch_info import read_launch_info
-from megatron.training.run import RunContext
+from megatron.training.state.run import RunContext
 from tests.helpers import tiny
 from tests.helpers.programme import TINY, started
 from tests.helpers.world import Worlds

@@ -17,7 +17,7 @@ from megatron.core.config.settings.run import TrainConfig
 from megatron.core.dist_checkpointing import checkpoint_folders
 from megatron.training.health import exit_conditions
 from megatron.training.health.exit_conditions import ExitConditions, InterruptHandler
-from megatron.training.run import TerminationSignalState
+from megatron.training.state.run import TerminationSignalState
 from tests.helpers.programme import TINY
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatron.core.config.flags import add_config_arguments, flag_fields, flag_name, flag_spellings
+from megatron.core.config.flags.declare import add_config_arguments, flag_fields, flag_name, flag_spellings
 from megatron.core.config.settings.run import RequestedRun
 from megatron.training.cli.legacy_flags import (
     FAMILIES,

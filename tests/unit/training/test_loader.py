@@ -19,13 +19,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.config.flags import ConfigError
-from megatron.core.config.stages import stage_specs_of_run
+from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.samplers import collate, microbatch_digest
 from megatron.core.parallel.mesh import Axis
-from megatron.training.data.batch import Batch, require_next_batch
-from megatron.training.data.microbatches import BatchSchedule
 from megatron.training.data.sample_order import samples_needed, stages_read_data
 from megatron.training.loader import (
     build_split_batches,
@@ -33,7 +31,9 @@ from megatron.training.loader import (
     pin_arrays,
     single_pass_microbatches,
 )
-from megatron.training.run import RunContext
+from megatron.training.state.batch import Batch, require_next_batch
+from megatron.training.state.microbatches import BatchSchedule
+from megatron.training.state.run import RunContext
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 

@@ -21,10 +21,10 @@ from megatron.core.datasets.indexed import DataError
 from megatron.core.dist_checkpointing import checkpoint_folders
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.models.gpt import GPTModel
-from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.health.exit_conditions import NonFiniteError
-from megatron.training.run import RunContext
-from megatron.training.trainer import ForwardStep
+from megatron.training.state.batch import Batch, LossFunction
+from megatron.training.state.run import RunContext
+from megatron.training.state.trainer import ForwardStep
 from tests.helpers.programme import trained, write_tokens
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.run import TrainConfig
-from megatron.training.data.microbatches import BatchSchedule, StepBatchSize
+from megatron.training.state.microbatches import BatchSchedule, StepBatchSize
 
 
 def build(data_parallel_size=2, seq_length=1024, **fields):

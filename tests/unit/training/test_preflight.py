@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
+from megatron.plan.command import ENTRIES
 from megatron.tools import check_config
 from megatron.training import initialize
 from megatron.training.cli.arguments import WHERE_TO_LOOK, make_parser, parse_args
 from megatron.training.cli.preflight import problems_of_config_error
-from megatron.trust.flags.command import ENTRIES
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 4 --lr 1e-3".split()

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.parallel.device import device_rng_state, set_device_rng_state
 from megatron.core.parallel.spec import is_replicated_over_tensor, local_shard_boxes, param_spec_of
 from megatron.training.health.replica_check import ReplicaCheck, ReplicaMismatchError
-from megatron.training.trainer import Trainer
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.helpers.world import Worlds

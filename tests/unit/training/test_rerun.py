@@ -15,7 +15,6 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron.core.models.gpt import GPTModel
-from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.health import rerun
 from megatron.training.health.rerun import (
     ResultRejectedError,
@@ -23,7 +22,8 @@ from megatron.training.health.rerun import (
     iterations_rejected_twice,
     symmetric_relative_difference,
 )
-from megatron.training.run import RunContext
+from megatron.training.state.batch import Batch, LossFunction
+from megatron.training.state.run import RunContext
 from tests.helpers import tiny
 from tests.helpers.programme import TINY, trained, write_tokens
 from tests.helpers.world import Worlds

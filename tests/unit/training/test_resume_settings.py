@@ -13,9 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.flags import ConfigError, config_from_flat_dict, config_to_flat_dict, field_resume_roles
+from megatron.core.config.flags.declare import (
+    ConfigError,
+    config_from_flat_dict,
+    config_to_flat_dict,
+    field_resume_roles,
+)
+from megatron.core.config.plan.network import network_fields, network_setting_differences
 from megatron.core.config.rules.engine import broken_rules
-from megatron.core.config.settings.network import network_fields, network_setting_differences
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import FREE, CheckpointError
 from megatron.core.families.megatron.open import open_megatron_checkpoint
@@ -23,7 +28,7 @@ from megatron.core.parallel.mesh import Axis
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.resume_settings import SettingDifferences, compare_checkpoint_settings
 from megatron.training.checkpoint.resuming import find_requested_checkpoint, open_requested_checkpoint
-from megatron.training.trainer import Trainer
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.every_setting import DATA, NETWORKS, Changes, changed, fields, resolved
 from tests.helpers.training import train_on

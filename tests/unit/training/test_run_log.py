@@ -10,8 +10,8 @@ import pytest
 
 from megatron.core.datasets import sidecar
 from megatron.training.health.exit_conditions import NonFiniteError
+from megatron.training.hooks import run_record as recording
 from megatron.training.launch.launch_info import recorded_environment_variables
-from megatron.training.report import run_record as recording
 from megatron.training.report.run_log import RunLog, read_run_log_events
 from tests.helpers.programme import trained, write_tokens
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron.core.datasets.indexed import DataError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.spec import param_spec_of
-from megatron.training.data.batch import Batch, LossFunction, masked_loss_sum
 from megatron.training.report.metrics import StepMetrics, StepMetricsMeter
-from megatron.training.run import RunContext
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer, build_trainer
+from megatron.training.state.batch import Batch, LossFunction, masked_loss_sum
+from megatron.training.state.run import RunContext
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer, build_trainer
 from tests.helpers import tiny
 
 # The plainest update there is, so that a step shows its gradient: w - lr * gradient.

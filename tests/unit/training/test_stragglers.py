@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
-from megatron.training.data.batch import Batch, LossFunction
 from megatron.training.health.stragglers import StragglerDetector, straggler_line
-from megatron.training.run import RunContext
-from megatron.training.trainer import build_trainer
+from megatron.training.state.batch import Batch, LossFunction
+from megatron.training.state.run import RunContext
+from megatron.training.state.trainer import build_trainer
 from tests.helpers import tiny
 from tests.helpers.training import train_on
 from tests.helpers.world import Worlds

@@ -14,7 +14,7 @@ from megatron.core.parallel.rng import derive_seed
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.upcycling import UpcycledSource
-from megatron.training.trainer import Trainer
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import assemble, held_weights, train_on
 from tests.helpers.world import Worlds

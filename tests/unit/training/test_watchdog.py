@@ -18,7 +18,7 @@ from megatron.training.health.watchdog import HangDetector, RankLostError, RankS
 from megatron.training.launch.launch_info import LaunchInfo
 from megatron.training.launch.rendezvous import FIRST_FAILURE, RendezvousStore, missing_launcher_store_warning
 from megatron.training.report.run_log import RunLog, read_run_log_events
-from megatron.training.run import TerminationSignalState
+from megatron.training.state.run import TerminationSignalState
 from tests.helpers import tiny
 
 

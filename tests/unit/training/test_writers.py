@@ -17,13 +17,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.tensorflow_stub.io import gfile
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.run import LogConfig
 from megatron.core.dist_checkpointing.saver import SaveOutcome
+from megatron.training.hooks import writers as writers_module
+from megatron.training.hooks.writers import Writers
 from megatron.training.report import run_log as run_log
-from megatron.training.report import writers as writers_module
 from megatron.training.report.metrics import IntervalReport, StepMetrics, Throughput
-from megatron.training.report.writers import Writers
 
 STEPS = [
     StepMetrics(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.plan import LayerPlan
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.config.plan.layers import LayerPlan
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.transformer.context.forward_context import ForwardContext

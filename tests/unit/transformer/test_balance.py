@@ -16,7 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from megatron.core.datasets.chat import ChatDataset
 from megatron.core.datasets.dataset_protocols import SplitRequest
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.transformer.context.forward_context import ForwardContext, MicrobatchContext
 from megatron.core.transformer.expert_balance import (
@@ -32,11 +32,11 @@ from megatron.core.transformer.router import (
     set_replayed_expert_choices,
 )
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.data.batch import Batch
 from megatron.training.data.sample_order import read_and_stack_samples
 from megatron.training.report.metrics import IntervalReport, StepMetrics, StepMetricsMeter
-from megatron.training.step import StepWork, train_step
-from megatron.training.trainer import Trainer
+from megatron.training.state.batch import Batch
+from megatron.training.state.step import StepWork, train_step
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import Held, assemble, differences, held_weights, train, train_alone, train_on
 from tests.helpers.world import Worlds

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.kernels.choice.table import Kernels
 from megatron.core.kernels.external import import_problem
 from megatron.core.kernels.external.deep_ep import DeepEP, deep_ep_unsupported_reason
-from megatron.core.kernels.requirements import KernelRequirements
-from megatron.core.kernels.table import Kernels
+from megatron.core.kernels.ops.requirements import KernelRequirements
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.transformer.dispatch import (
     AllGatherTokenDispatcher,

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.plan import uniform_layer_plans
-from megatron.core.kernels import reference
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.config.plan.layers import uniform_layer_plans
+from megatron.core.kernels.ops import reference
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.transformer.context.forward_context import ForwardContext

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.plan import LayerPlan
-from megatron.core.kernels.mask import AttentionMaskSpec
-from megatron.core.kernels.reference import softmax_attention
+from megatron.core.config.plan.layers import LayerPlan
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.reference import softmax_attention
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.transformer.context.forward_context import ForwardContext

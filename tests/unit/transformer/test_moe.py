@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeSparseMoeBlock
 
-from megatron.core.config.plan import network_layer_plans
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.config.plan.layers import network_layer_plans
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names

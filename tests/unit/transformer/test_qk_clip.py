@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.training.evaluate import evaluate_loss
-from megatron.training.step import train_step
-from megatron.training.trainer import Trainer
+from megatron.training.state.step import train_step
+from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 
 LIMIT = 10.0

@@ -15,9 +15,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssTop
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeTopKRouter
 
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.moe import MoEConfig
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel.zigzag import Zigzag
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import local_shard_boxes, param_spec_of, set_global_param_names

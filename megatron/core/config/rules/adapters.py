@@ -12,7 +12,7 @@ from megatron.core.config.adapters import (
     layers_matching_target,
     rank_and_alpha_of_lora_target,
 )
-from megatron.core.config.plan import LayerPlan, network_layer_plans
+from megatron.core.config.plan.layers import LayerPlan, network_layer_plans
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig

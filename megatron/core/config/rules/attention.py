@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.core.config.flags import ConfigError, flag_name
-from megatron.core.config.plan import network_layer_plans, parse_pipeline_layout
+from megatron.core.config.flags.declare import ConfigError, flag_name
+from megatron.core.config.plan.layers import network_layer_plans, parse_pipeline_layout
+from megatron.core.config.plan.network import YARN
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.model import ModelConfig, PositionConfig
-from megatron.core.config.settings.network import YARN
 from megatron.core.config.settings.run import RunConfig
 
 _VARIANT_SWITCHES = ("attention_output_gate", "qk_l2_norm", "qk_clip")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.flags import flag_name
+from megatron.core.config.flags.declare import flag_name
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.run import CheckpointConfig
 

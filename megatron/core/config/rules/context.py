@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import lcm
 
-from megatron.core.config.plan import nearest_multiples_text
+from megatron.core.config.plan.layers import nearest_multiples_text
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.plan import network_layer_plans
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.run import RunConfig
 

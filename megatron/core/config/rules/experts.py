@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.plan import nearest_multiples_text
+from megatron.core.config.plan.layers import nearest_multiples_text
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, division_problem, non_default_flags
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.run import RunConfig

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.flags import ConfigError, flag_name
-from megatron.core.config.plan import microbatch_group_problem, nearest_multiples_text
+from megatron.core.config.flags.declare import ConfigError, flag_name
+from megatron.core.config.plan.layers import microbatch_group_problem, nearest_multiples_text
+from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.rules.rule import (
     ConfigRuleInput,
     config_rule,
@@ -13,7 +14,6 @@ from megatron.core.config.rules.rule import (
     divisors_text,
     non_default_flags,
 )
-from megatron.core.config.stages import stage_specs_of_run
 
 
 @config_rule("world-size", needs_sizes=True)

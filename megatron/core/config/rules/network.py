@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.flags import flag_name
-from megatron.core.config.plan import nearest_multiples_text
+from megatron.core.config.flags.declare import flag_name
+from megatron.core.config.plan.layers import nearest_multiples_text
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
-from megatron.core.config.flags import flag_name
+from megatron.core.config.flags.declare import flag_name
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.optim import OptimizerConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.plan import parse_pipeline_layout
+from megatron.core.config.plan.layers import parse_pipeline_layout
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.run import RunConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.adapters import linear_shapes_of_layer
-from megatron.core.config.flags import flag_name
-from megatron.core.config.plan import LayerPlan
+from megatron.core.config.flags.declare import flag_name
+from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 from megatron.core.config.settings.run import RunConfig
 

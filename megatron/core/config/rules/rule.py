@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron.core.config.flags import flag_name
-from megatron.core.config.plan import nearest_multiples_text
+from megatron.core.config.flags.declare import flag_name
+from megatron.core.config.plan.layers import nearest_multiples_text
 from megatron.core.config.settings.run import RunConfig
 
 

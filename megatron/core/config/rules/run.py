@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from megatron.core.config.flags import flag_name
-from megatron.core.config.plan import nearest_multiples_text
+from megatron.core.config.flags.declare import flag_name
+from megatron.core.config.plan.layers import nearest_multiples_text
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.core.config.flags import flag_name
+from megatron.core.config.flags.declare import flag_name
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, divisors_text, non_default_flags
 from megatron.core.config.settings.vision import VisionConfig
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config.flags import flag
+from megatron.core.config.flags.declare import flag
 from megatron.core.config.settings.multimodal import MultimodalDataConfig
 
 # What a script reads of the files that its flags name: nothing, datasets, or (but with --sft) files of lines by their whole names.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from megatron.core.config.flags import flag
+from megatron.core.config.flags.declare import flag
 
 # Symbol -> (mixer, MLP) of a layer, either of which may be none.
 SYMBOLS: dict[str, tuple[str, str]] = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config.flags import flag
+from megatron.core.config.flags.declare import flag
 
 MOST_CACHE_BYTES = 4 * 10**9  # of keys and values on a rank, unless another size is requested
 

@@ -1,4 +1,4 @@
-"""Which kernel computes what. The table of all kernels is core/kernels/table.py; this file has their names alone, without torch."""
+"""Which kernel computes what. The table of all kernels is core/kernels/choice/table.py; this file has their names alone, without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config.flags import flag
+from megatron.core.config.flags.declare import flag
 
 # Operations that have no flag of their own, and what can be asked for. A test holds it and the table together.
 NAMED: Mapping[str, tuple[str, ...]] = {

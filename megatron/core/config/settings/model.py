@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config.flags import ConfigError, flag, plain_field
+from megatron.core.config.flags.declare import ConfigError, flag, plain_field
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.hybrid import HybridConfig, hybrid_pattern_from_ratios
 from megatron.core.config.settings.kernels import KernelConfig

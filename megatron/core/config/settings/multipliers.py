@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from megatron.core.config.flags import flag, flag_name
+from megatron.core.config.flags.declare import flag, flag_name
 
 MIXER_PARTS, MLP_PARTS = ("z", "x", "B", "C", "dt"), ("gate", "output")
 

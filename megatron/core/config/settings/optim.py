@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config.flags import flag
+from megatron.core.config.flags.declare import flag
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 
 

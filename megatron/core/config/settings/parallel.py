@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config.flags import flag
-from megatron.core.config.plan import Placement
+from megatron.core.config.flags.declare import flag
 
+Placement = Literal["wrap", "v"]
 CPComm = Literal["p2p", "a2a", "allgather", "all_gather", "a2a+p2p"]
 StateComm = Literal["auto", "a2a", "states"]
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config.flags import flag
+from megatron.core.config.flags.declare import flag
 from megatron.core.config.settings.compilation import CompileConfig, CudaGraphConfig
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
 from megatron.core.config.settings.fault_tolerance import FaultToleranceConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from megatron.core.config.flags import flag
+from megatron.core.config.flags.declare import flag
 
 VisionType = Literal["vit", "clip", "siglip", "internvit", "internvit300M", "dinov2"]
 

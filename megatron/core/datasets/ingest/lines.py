@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.input_spans import (
     CHUNK_BYTES,

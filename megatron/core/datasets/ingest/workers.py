@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.ingest.encode import EncodedChunk, EncodeOptions, RecordEncoder
 from megatron.core.datasets.ingest.input_spans import RecordChunk

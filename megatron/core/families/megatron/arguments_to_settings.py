@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from megatron.core.config.flags import field_resume_roles, flag_fields
-from megatron.core.config.foreign_mapping import ForeignMapping
+from megatron.core.config.flags.declare import field_resume_roles, flag_fields
+from megatron.core.config.foreign.mapping import ForeignMapping
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig

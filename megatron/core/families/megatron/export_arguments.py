@@ -1,6 +1,6 @@
 """Which networks Megatron can build, the arguments that its checkpoints hold for them, and the flags that these leave out.
 
-Every setting that makes a network's function (`core/config/settings/network.py`) must have its default, or stand in the table
+Every setting that makes a network's function (`core/config/plan/network.py`) must have its default, or stand in the table
 `COUNTERPARTS`, or the network cannot be written for Megatron; so a setting that is new here is refused until it is added.
 """
 
@@ -12,10 +12,10 @@ import types
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from megatron.core.config.flags import config_to_flat_dict, flag_name
-from megatron.core.config.layer_frequency import parse_layer_frequency
+from megatron.core.config.flags.declare import config_to_flat_dict, flag_name
+from megatron.core.config.flags.parse import parse_layer_frequency
+from megatron.core.config.plan.network import network_fields, unused_settings
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.config.settings.network import network_fields, unused_settings
 
 ANY: Collection[Any] | None = None
 # Setting -> the values beside its default of which Megatron has a counterpart.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.pickles import attributes_of_inert, read_torch_file
 from megatron.core.families.megatron.buffers import (
     WAY_OUT,
     BucketSpan,
@@ -29,7 +30,6 @@ from megatron.core.families.megatron.buffers import (
     candidate_buffer_layouts,
 )
 from megatron.core.families.megatron.names import is_second_name
-from megatron.core.families.megatron.pickles import attributes_of_inert, read_torch_file
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 SLOTS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # of a distributed optimizer

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.pickles import attributes_of_inert
 from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.families.megatron.arguments_to_settings import (
     complete_settings_by_shapes,
@@ -20,7 +21,6 @@ from megatron.core.families.megatron.arguments_to_settings import (
 )
 from megatron.core.families.megatron.hybrid import LazyTensorShard
 from megatron.core.families.megatron.names import MegatronRowLayout, has_vocabulary_rows, merge_tensor_shards
-from megatron.core.families.megatron.pickles import attributes_of_inert
 from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.megatron.pickles import read_torch_bytes
+from megatron.core.dist_checkpointing.pickles import read_torch_bytes
 from megatron.core.parallel.boxes import Box, intersect, whole_box
 
 

@@ -33,12 +33,12 @@ import torch
 
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.files import DISK, read_file
+from megatron.core.dist_checkpointing.pickles import InertObject, attributes_of_inert, read_torch_file
 from megatron.core.families.megatron.buffers import WAY_OUT, UnreadableStateError
 from megatron.core.families.megatron.experts import split_expert_name
 from megatron.core.families.megatron.flat_state import entries_from_flat_fragments, unflatten_optimizer_buckets
 from megatron.core.families.megatron.hybrid import join_mixer_pieces, merge_layer_pairs
 from megatron.core.families.megatron.names import first_name, map_names_to_ours
-from megatron.core.families.megatron.pickles import InertObject, attributes_of_inert, read_torch_file
 from megatron.core.families.megatron.source import (
     MegatronSource,
     make_megatron_source,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.kernels.external import import_problem
-from megatron.core.kernels.requirements import KernelRequirements, first_reason
+from megatron.core.kernels.ops.requirements import KernelRequirements, first_reason
 
 
 def is_deep_ep_installed() -> bool:

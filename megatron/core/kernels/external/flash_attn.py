@@ -3,7 +3,7 @@
     flash_attn             --attention-backend flash_attn_2
     flash_attn_interface   --attention-backend flash_attn_3
 
-Both take windows and caps as they are, and documents as sequences of different lengths laid end to end (`kernels/packed_document_starts.py`): no mask tensor is made.
+Both take windows and caps as they are, and documents as sequences of different lengths laid end to end (`kernels/ops/packed_document_starts.py`): no mask tensor is made.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import fused
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
-from megatron.core.kernels.packed_document_starts import document_starts_from_ids
-from megatron.core.kernels.requirements import HALF_FORMATS, KernelRequirements, first_reason
+from megatron.core.kernels.ops import fused
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops.packed_document_starts import document_starts_from_ids
+from megatron.core.kernels.ops.requirements import HALF_FORMATS, KernelRequirements, first_reason
 
 PACKAGES = {2: "flash_attn", 3: "flash_attn_interface"}
 

@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 
 from torch import Tensor
 
-from megatron.core.kernels import scans
+from megatron.core.kernels.state_space import scans
 
 
 def selective_scan(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.kernels.low_precision.fp8 import NumberFormat
-from megatron.core.kernels.requirements import KernelRequirements, first_reason
+from megatron.core.kernels.ops.requirements import KernelRequirements, first_reason
 
 
 def torchao_fp8_linear(

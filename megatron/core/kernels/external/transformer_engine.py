@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.kernels import fused
 from megatron.core.kernels.external import import_problem
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
-from megatron.core.kernels.packed_document_starts import document_starts_from_ids
-from megatron.core.kernels.requirements import HALF_FORMATS, KernelRequirements, first_reason
+from megatron.core.kernels.ops import fused
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops.packed_document_starts import document_starts_from_ids
+from megatron.core.kernels.ops.requirements import HALF_FORMATS, KernelRequirements, first_reason
 
 
 def is_te_installed() -> bool:

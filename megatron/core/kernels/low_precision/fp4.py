@@ -23,7 +23,7 @@ from megatron.core.kernels.low_precision.fp8 import (
     join_blocks_into_matrix,
     split_matrix_into_blocks,
 )
-from megatron.core.kernels.reference import accumulation_dtype_of
+from megatron.core.kernels.ops.reference import accumulation_dtype_of
 
 E2M1 = NumberFormat("e2m1", torch.float8_e4m3fn, 6.0)
 BLOCK = 16

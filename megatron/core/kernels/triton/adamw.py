@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.kernels.adamw import AdamStepSettings, AdamTensors
+from megatron.core.kernels.ops.adamw import AdamStepSettings, AdamTensors
 
 _BLOCK = 2048
 _ALIGNMENT = 16  # bytes that a thread loads at once

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.kernels.mask import AttentionScoreModifiers
-from megatron.core.kernels.paged import CacheBlockTables
+from megatron.core.kernels.ops.mask import AttentionScoreModifiers
+from megatron.core.kernels.ops.paged import CacheBlockTables
 
 _KEYS = 64  # that a program reads at a time
 _FEWEST = 128  # keys of a part

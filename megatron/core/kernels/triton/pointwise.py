@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.kernels.reference import GatedActivationOptions
+from megatron.core.kernels.ops.reference import GatedActivationOptions
 from megatron.core.kernels.triton import cdiv
 
 _BLOCK = 1024

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.kernels.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.transformer.context.cache import DecodingCache
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.context.rope import RotaryTable

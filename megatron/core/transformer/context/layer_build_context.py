@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.plan import LayerPlan
+from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RecomputeConfig
 from megatron.core.context_parallel.attention import context_parallel_attention
 from megatron.core.context_parallel.zigzag import Zigzag
+from megatron.core.kernels.choice.table import Kernels
 from megatron.core.kernels.low_precision.recipes import low_precision_recipe_of
-from megatron.core.kernels.mask import AttentionMaskSpec
-from megatron.core.kernels.packed_document_starts import cached_packed_document_starts
-from megatron.core.kernels.reference import GatedActivationOptions
-from megatron.core.kernels.table import Kernels
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.packed_document_starts import cached_packed_document_starts
+from megatron.core.kernels.ops.reference import GatedActivationOptions
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.recompute import run_recomputing_intermediate
 from megatron.core.parallel.rng import RandomStreams

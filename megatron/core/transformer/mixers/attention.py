@@ -16,10 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.plan import LayerPlan
+from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.context_parallel.attention import gather_context_parallel_keys
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
-from megatron.core.kernels.reference import accumulation_dtype_of
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops.reference import accumulation_dtype_of
 from megatron.core.parallel import collectives
 from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import (

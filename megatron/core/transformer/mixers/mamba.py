@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.head_exchange import ALONE, HeadExchange
-from megatron.core.kernels import scans
-from megatron.core.kernels.reference import accumulation_dtype_of
+from megatron.core.kernels.ops.reference import accumulation_dtype_of
+from megatron.core.kernels.state_space import scans
 from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, ShardedDim, constant_initializer, meta_parameter
 from megatron.core.transformer.context.cache import MixerState
 from megatron.core.transformer.context.forward_context import ForwardContext

@@ -23,10 +23,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.plan import LayerPlan
+from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.context_parallel.attention import gather_context_parallel_keys
-from megatron.core.kernels.mask import AttentionMaskSpec, AttentionScoreModifiers
+from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel.recompute import run_recomputing_intermediates
 from megatron.core.parallel.spec import FusedWeightSegment
 from megatron.core.transformer.context.forward_context import ForwardContext

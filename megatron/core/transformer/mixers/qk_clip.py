@@ -13,8 +13,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from megatron.core.kernels.mask import AttentionMaskSpec
-from megatron.core.kernels.reference import max_attention_scores
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.reference import max_attention_scores
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import param_spec_of

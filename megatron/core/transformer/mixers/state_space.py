@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel.head_exchange import HeadExchange
-from megatron.core.kernels.mask import AttentionMaskSpec
-from megatron.core.kernels.reference import accumulation_dtype_of
-from megatron.core.kernels.scans import segment_ids_from_document_ids
-from megatron.core.kernels.table import Kernels
+from megatron.core.kernels.choice.table import Kernels
+from megatron.core.kernels.ops.mask import AttentionMaskSpec
+from megatron.core.kernels.ops.reference import accumulation_dtype_of
+from megatron.core.kernels.state_space.scans import segment_ids_from_document_ids
 from megatron.core.parallel.spec import FusedWeightSegment, Initial, ParamSpec, ShardedDim, meta_parameter
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 

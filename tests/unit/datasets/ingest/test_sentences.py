@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nltk.tokenize.punkt import PunktTokenizer
 
-from megatron.core.config.flags import ConfigError
+from megatron.core.config.flags.declare import ConfigError
 from megatron.core.datasets.ingest import sentences
 from megatron.core.datasets.ingest.sentences import TABLES, sentence_splitter
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer

@@ -1,0 +1,7 @@
+"""A config field and its command-line flag are one thing.
+
+declare.py        `flag(default, help, role=...)`, and the errors of settings
+parse.py          values with a syntax of their own: patterns that say which layers have a property
+bounded_regex.py  a user's regular expression, in bounded time
+figures.py        names of the figures that a run reports
+"""

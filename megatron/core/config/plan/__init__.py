@@ -1,0 +1,6 @@
+"""The network as rows, derived from the settings.
+
+layers.py   one row per layer, and which layers each pipeline stage builds
+stages.py   the pipeline stages of a run
+network.py  the settings that make a network's function, and those that a network does not use
+"""

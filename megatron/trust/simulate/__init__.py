@@ -1,1 +1,0 @@
-"""The real training step without data, for every distinct kind of rank: operations, storage lifetimes, collectives."""

@@ -1,0 +1,234 @@
+"""Every piece of mutable training state: what it is, where it lives in a run, and under which names it is saved.
+
+`INVENTORY` lists what a run must save to continue as if it had never stopped; it is compared bit for bit. A place is a path of
+attributes and keys from the session of `training/loop.py`, such as `trainer.optimizer.scaler.scale`. A test walks everything that
+can be reached from a session before and after some steps, and fails when something has changed that is neither in this table nor
+in the test's list of derived state. `tools/checkpoint/resume_check.py` compares two checkpoints item by item, and after them what
+they hold beside: state of an optimizer or a hook that this table does not know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from glob import escape
+from typing import Any
+
+from megatron.core.config.adapters import is_trained_parameter
+from megatron.core.config.flags.declare import config_from_flat_dict
+from megatron.core.config.settings.adapter import AdapterConfig
+from megatron.core.config.settings.low_precision import LowPrecisionConfig
+from megatron.core.config.settings.vision import VisionConfig
+from megatron.core.dist_checkpointing.source import CheckpointSource
+from megatron.verify.compare.checkpoints import CheckpointEntryDifference, compare_sources
+from megatron.verify.compare.contents import matches_pattern
+
+Settings = Mapping[str, Any]
+SETTINGS, OTHER_STATE = "run.config", "state of no known kind"
+# Weights whose products may be in low precision: their stack, their layer's number, and whether it predicts tokens ahead.
+_ROUNDED = re.compile(
+    r"^(.*)layers\.(\d+)\.(mtp_model_layer\.)?[a-z_.]*"
+    r"(?:linear_(?:qkv|gate|proj|fc[12]|q|kv|q_proj|q_up_proj|kv_up_proj)|in_proj|out_proj)\.weight$"
+)
+_UNTRAINED = ".expert_bias"  # ends of the names of parameters that no gradient moves
+_FP32 = (".A_log", ".D", ".dt_bias")  # of those that are in fp32 in every format, and so are their own main weights
+# Parts of the names of what Muon updates: matrices of a layer, which are multiplied by and not looked up in.
+_MATRICES = (".linear_", ".out_proj.", ".router.", ".eh_proj.", ".gate_weight", "lm_head.", "pooler.", "binary_head.")
+
+
+@dataclass(frozen=True, slots=True)
+class StateCategory:
+    """A piece of training state. names, places: patterns of its names in a checkpoint, and of where it lives."""
+
+    what: str
+    names: tuple[str, ...]
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateCategoryComparison:
+    """How an item of two checkpoints compares. count: names that either holds. missing: required names that a
+    checkpoint lacks. differences: other names that differ, or that only one holds.
+    """
+
+    item: StateCategory
+    count: int
+    missing: tuple[str, ...]
+    differences: tuple[CheckpointEntryDifference, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both hold all of it, bitwise equal."""
+        return not self.missing and not self.differences
+
+
+INVENTORY = (
+    StateCategory(
+        "weights",
+        ("model.*",),
+        (
+            "trainer.stages.*._parameters.*",
+            "trainer.parallels.*.buckets.*.data",
+            "trainer.parallels.*.buckets.*.params.*",
+            "trainer.optimizer.segments.*.data",
+            "trainer.optimizer.main_weights.*",
+        ),
+    ),
+    StateCategory(
+        "fp32 master weights",
+        ("optimizer.master.*",),
+        ("trainer.optimizer.main_weights.*", "trainer.optimizer.rules.*.states.*.slots.master.*"),
+    ),
+    StateCategory(
+        "first moments (Adam)",
+        ("optimizer.exp_avg.*",),
+        ("trainer.optimizer.rules.*.state.*.exp_avg", "trainer.optimizer.rules.*.states.*.slots.exp_avg.*"),
+    ),
+    StateCategory(
+        "second moments (Adam)",
+        ("optimizer.exp_avg_sq.*",),
+        (
+            "trainer.optimizer.rules.*.state.*.exp_avg_sq",
+            "trainer.optimizer.rules.*.states.*.slots.exp_avg_sq.*",
+            "trainer.optimizer.rules.*.parameters.*.owned.second.*",
+        ),
+    ),
+    StateCategory(
+        "second moments by row and column (Adafactor)",
+        ("optimizer.exp_avg_sq_row.*", "optimizer.exp_avg_sq_col.*"),
+        ("trainer.optimizer.rules.*.parameters.*.owned.second.*",),
+    ),
+    StateCategory(
+        "momentum (SGD)", ("optimizer.momentum_buffer.*",), ("trainer.optimizer.rules.*.state.*.momentum_buffer",)
+    ),
+    StateCategory(
+        "momentum (Muon)", ("optimizer.momentum_buffer.*",), ("trainer.optimizer.rules.*.owned_parts.*.momentum",)
+    ),
+    StateCategory(
+        "updates done",
+        ("run.optimizer_steps",),
+        ("trainer.optimizer.rules.*.counts.*", "trainer.optimizer.rules.*.steps"),
+    ),
+    StateCategory("loss scale", ("run.loss_scale",), ("trainer.optimizer.scaler.*",)),
+    StateCategory("schedule of learning rate and weight decay", ("run.schedule",), ("trainer.schedule.*",)),
+    StateCategory("counters and position in the data", ("run.progress",), ("trainer.run.progress.*",)),
+    StateCategory("random streams", ("run.random.*",), ("trainer.run.streams.*", "randomness.torch")),
+    StateCategory(
+        "histories of delayed scales",
+        ("run.amax.*",),
+        ("trainer.stages.*.scaling.history", "trainer.stages.*.scaling.knows_steps"),
+    ),
+    StateCategory("tokenizer", ("run.tokenizer",), ("trainer.run.tokenizer.*",)),
+)
+
+
+_UNCHANGING = {one.what: list(one.names) for one in INVENTORY if not any("*" in name for name in one.names)}
+
+
+def expected_state_names(settings: Settings, world_size: int, parameters: list[str]) -> dict[str, list[str]]:
+    """Return category -> names that a checkpoint must hold. parameters: names of the network's parameters."""
+    optimizer, trained = settings["optimizer"], _trained_names(settings, parameters)
+    rule = settings["muon_scalar_optimizer"] if optimizer == "muon" else optimizer
+    by_muon, factored, elementwise = _parameters_by_update_rule(optimizer, trained)
+    rounded = trained if settings["bf16"] or settings["fp16"] else []
+    slots = {
+        "fp32 master weights": ("master", [name for name in rounded if not name.endswith(_FP32)]),
+        "first moments (Adam)": ("exp_avg", elementwise if rule in ("adam", "lion") else []),
+        "second moments (Adam)": ("exp_avg_sq", elementwise if rule == "adam" or optimizer == "adafactor" else []),
+        "momentum (SGD)": ("momentum_buffer", trained if optimizer == "sgd" else []),
+        "momentum (Muon)": ("momentum_buffer", by_muon),
+    }
+    return {
+        **_UNCHANGING,
+        "weights": [f"model.{name}" for name in parameters],
+        **{what: [f"optimizer.{slot}.{name}" for name in names] for what, (slot, names) in slots.items()},
+        "second moments by row and column (Adafactor)": [
+            f"optimizer.exp_avg_sq_{side}.{name}" for side in ("row", "col") for name in factored
+        ],
+        "random streams": _expected_random_streams(settings, world_size),
+        "histories of delayed scales": _expected_amax_histories(settings, parameters),
+    }
+
+
+def _parameters_by_update_rule(optimizer: str, trained: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the parameters that Muon updates, whose second moments Adafactor factors, and the others."""
+    matrices = [name for name in trained if name.endswith("weight") and "norm" not in name]
+    multiplied = [name for name in matrices if any(part in name for part in _MATRICES)]
+    by_muon, factored = multiplied if optimizer == "muon" else [], matrices if optimizer == "adafactor" else []
+    return by_muon, factored, [name for name in trained if name not in {*by_muon, *factored}]
+
+
+def _trained_names(settings: Settings, parameters: list[str]) -> list[str]:
+    """Return the parameters that an optimizer updates."""
+    adapter, vision = config_from_flat_dict(AdapterConfig, settings), config_from_flat_dict(VisionConfig, settings)
+    config = replace(adapter, freeze=(*adapter.freeze, *vision.frozen_patterns))
+    return [name for name in parameters if is_trained_parameter(name, config) and not name.endswith(_UNTRAINED)]
+
+
+def _expected_random_streams(settings: Settings, world_size: int) -> list[str]:
+    tensor, pipeline = settings["tensor_model_parallel_size"], settings["pipeline_model_parallel_size"]
+    return [
+        f"run.random.{p}.{t}.{d}.{stream}"
+        for p in range(pipeline)
+        for t in range(tensor)
+        for d in range(world_size // (tensor * pipeline))
+        for stream in ("default", "cut")
+    ]
+
+
+def _expected_amax_histories(settings: Settings, parameters: list[str]) -> list[str]:
+    if settings.get("fp8_format") is None or settings["fp8_recipe"] != "delayed":
+        return []
+    matches = [match for match in map(_ROUNDED.search, parameters) if match]
+    low, depth = config_from_flat_dict(LowPrecisionConfig, settings), dict[str, int]()
+    for match in matches:  # encoders and decoders count their own layers
+        depth[match[1]] = max(depth.get(match[1], 0), int(match[2]) + 1)
+    return [
+        f"run.amax.{match.string.removesuffix('.weight')}"
+        for match in matches
+        if match[3] or low.is_low_precision_layer(int(match[2]), depth[match[1]])
+    ]
+
+
+def all_checkpoint_parameter_names(*sources: CheckpointSource) -> list[str]:
+    """Return the names of all parameters that any of the checkpoints has a weight or an optimizer slot for."""
+    parameters: dict[str, None] = {}
+    for name in (name for source in sources for name in source.formats):
+        if name.startswith("model."):
+            parameters[name.removeprefix("model.")] = None
+        elif name.startswith("optimizer."):
+            parameters[name.split(".", 2)[2]] = None
+    return list(parameters)
+
+
+def compare_training_states(
+    a: CheckpointSource, b: CheckpointSource, *, world_size: int
+) -> Iterator[StateCategoryComparison]:
+    """Yield how each category of two checkpoints of one run, of `world_size` ranks, compares; all should be equal. Last
+    come the names that no category knows, which are compared like the others.
+    """
+    parameters = all_checkpoint_parameter_names(a, b)
+    expected = {one.where: expected_state_names(one.settings, world_size, parameters) for one in (a, b)}
+    held = {one.where: {*one.formats, *one.values} for one in (a, b)}
+    for item in INVENTORY:
+        lacking = {
+            where: [name for name in names[item.what] if name not in held[where]] for where, names in expected.items()
+        }
+        keys = {name for lines in lacking.values() for name in lines}
+        yield StateCategoryComparison(
+            item,
+            sum(matches_pattern(name, item.names) for name in set().union(*held.values())),
+            tuple(f"{name} in {where}" for where, lines in lacking.items() for name in lines),
+            tuple(one for one in compare_sources(a, b, patterns=item.names) if one.name not in keys),
+        )
+    yield _compare_other_state(a, b, sorted(set().union(*held.values())))
+
+
+def _compare_other_state(a: CheckpointSource, b: CheckpointSource, names: Sequence[str]) -> StateCategoryComparison:
+    """Compare what is in no category. names: all that either checkpoint holds."""
+    known = [name for item in INVENTORY for name in item.names] + [SETTINGS]
+    unknown = [name for name in names if not matches_pattern(name, known)]
+    item = StateCategory(OTHER_STATE, tuple(map(escape, unknown)), ())
+    differences = tuple(compare_sources(a, b, patterns=item.names)) if unknown else ()
+    return StateCategoryComparison(item, len(unknown), (), differences)
