@@ -131,6 +131,23 @@ def test_each_setting_gives_the_ids_and_texts_of_transformers(tmp_path: Path, li
     compare_with_transformers(folder_of(tmp_path, LIBRARIES[library](), SAID[name]))
 
 
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "LlamaTokenizerFast"])
+def test_a_file_counts_where_the_class_of_llama_builds_other_parts(tmp_path: Path, kind: str) -> None:
+    """transformers 5 does not read the normalizer of Llama 2's tokenizer.json; SentencePiece and transformers 4 put a space
+    before every text, whatever it begins with or stands behind.
+    """
+    library = pieces()
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    folder = folder_of(tmp_path, library, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    compare_with_transformers(folder)
+    mine = [HuggingFaceTokenizer(folder).tokenize_with_special(text) for text in TEXTS]
+    folder_of(tmp_path, library, {"tokenizer_class": kind, "legacy": False})
+    ours, theirs = HuggingFaceTokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert [ours.tokenize_with_special(text) for text in TEXTS] == mine
+    others = {text for text, ids in zip(TEXTS, mine) if theirs(text, add_special_tokens=False).input_ids != ids}
+    assert others == {" a  the b", "x<s>y </s> z"}, "docs/data.md says which texts have other ids there"
+
+
 @pytest.mark.parametrize("library", ["bytes", "pieces", "words"])
 @pytest.mark.parametrize(
     "flags",
