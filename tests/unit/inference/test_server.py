@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -22,6 +23,7 @@ from megatron.inference.requests import GenerationReply, GenerationRequest
 from megatron.inference.sampling import SamplingParams
 from megatron.inference.server.app import LOCAL, EventStream, host_without_port, with_keepalives
 from megatron.inference.server.http_server import bind_socket
+from megatron.inference.server.openai import CHAT
 from megatron.inference.server.put_api import parse_put_body
 from megatron.inference.server.serving import GenerationServing, RequestLimits
 from tests.unit.inference.clients import NAME, POSITIONS, Answer, Running, bytes_engine, serving, until
@@ -236,6 +238,9 @@ CHAT_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "logprobs": ({"logprobs": 2}, "logprobs must be a boolean"),
     "max_tokens": ({"max_tokens": 0}, "max_tokens must be"),
     "format": ({"response_format": {"type": "json_object"}}, "response_format can only be"),
+    "effort": ({"reasoning_effort": "high"}, "reasoning_effort can only be"),
+    "functions": ({"functions": [{"name": "f"}]}, "functions can only be"),
+    "audio": ({"audio": {"voice": "a"}}, "'audio' is not a field"),
 }
 
 
@@ -253,6 +258,27 @@ def test_conversations_refuse_with_a_message(server: Running, name: str) -> None
         **(changes if name == "no messages" else {"messages": [{"role": "user", "content": "a"}], **changes})
     )
     assert answer.status == 400 and said in answer.json["error"]["message"], answer
+
+
+# Fields that OpenAI's clients send, with values that ask for nothing here.
+NOTHING: dict[str, Any] = {
+    **{"service_tier": "auto", "parallel_tool_calls": True, "prompt_cache_key": "a", "prompt_cache_retention": "24h"},
+    **{"safety_identifier": "a", "functions": [], "function_call": "none", "reasoning_effort": "none"},
+    **{"verbosity": "medium", "store": False, "metadata": {"a": "b"}, "user": "a", "tools": [], "tool_choice": "none"},
+    **{"logit_bias": {}, "modalities": ["text"], "response_format": {"type": "text"}},
+}
+ANOTHER_SERVICE = {"audio", "moderation", "prediction", "prompt_cache_options", "web_search_options"}
+
+
+def test_what_openais_clients_send_is_known(server: Running) -> None:
+    """Fields that ask for nothing change nothing; those that ask for another service are refused by name."""
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, **GREEDY}
+    answers = [server.converse(**asked, **fields).json["choices"] for fields in ({}, NOTHING)]
+    assert answers[0] == answers[1]
+    client = pytest.importorskip("openai.resources.chat.completions", reason="openai is not installed")
+    sent = set(inspect.signature(client.Completions.create).parameters)
+    sent -= {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    assert sent - {field.name for field in CHAT} <= ANOTHER_SERVICE
 
 
 def test_completions_answer_texts_and_ids_alike(server: Running) -> None:
