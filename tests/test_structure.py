@@ -14,8 +14,10 @@ import pytest
 
 from tests.helpers import structure
 from tests.helpers.architecture import ROOT, Tree, tree_of
+from tests.helpers.entered import entered_per_step, modules_of_help
+from tests.helpers.limits import Limit, Measured
 from tests.helpers.programme import trained
-from tests.helpers.structure import Limit, Measured, entered_per_step, files_of, modules_of_help
+from tests.helpers.structure import files_of
 from tests.parity import half_rows
 from tests.parity.table import ROWS
 

@@ -1,8 +1,8 @@
 """Measures of the structure: circles of folders, what an entry reaches, which files know a feature, how the code is cut.
 
 A measure takes the files of a tree and returns a number and the places that it was counted from. `tests/test_structure.py`
-holds a limit for each, which later commits lower. Trees are read from syntax, as in `tests/helpers/architecture.py`; the
-functions of one training step and the modules behind `--help` are counted while they run.
+holds a limit for each, which later commits lower. Trees are read from syntax, as in `tests/helpers/architecture.py`; what is
+counted while code runs is in `tests/helpers/entered.py`.
 """
 
 from __future__ import annotations
@@ -10,21 +10,17 @@ from __future__ import annotations
 import ast
 import builtins
 import io
-import json
-import math
 import re
-import subprocess
-import sys
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
-from pathlib import Path, PurePosixPath
-from types import CodeType, FrameType
+from pathlib import PurePosixPath
 
 from tests.helpers.architecture import Function, Source, Tree, dotted, imported, repository, target
+from tests.helpers.limits import Measured
 
 PRODUCT = ("megatron", "tasks", "tools")
 CORE_AND_TRAINING = ("megatron/core/", "megatron/training/")
@@ -106,40 +102,6 @@ PYTHON_FILE = re.compile(r"\b(\w+\.py)\b")
 FILE_ENDINGS = frozenset(
     {"py", "md", "json", "jsonl", "txt", "sh", "yaml", "idx", "bin", "safetensors", "model", "pth"}
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A number, and the places that it was counted from."""
-
-    number: float
-    places: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """What a number must not exceed, and where it is to go.
-
-    step: how finely the limit is written down; numbers that every commit moves a little have a coarse one. A minimum must not
-    be undercut instead.
-    """
-
-    number: float
-    aim: float
-    step: float = 1
-    is_minimum: bool = False
-
-    def problem(self, measured: Measured) -> str:
-        """What is wrong with the number; an empty string when it stands at its limit."""
-        got, gained = measured.number, (measured.number - self.number) * (1 if self.is_minimum else -1)
-        if gained < 0:
-            places = "\n".join(measured.places)
-            verb = "fell below" if self.is_minimum else "rose above"
-            return f"{got:g} {verb} the limit of {self.number:g} (the aim is {self.aim:g}); undo that:\n{places}"
-        if gained >= self.step:
-            steps = (math.floor if self.is_minimum else math.ceil)(round(got / self.step, 6))
-            return f"better than the limit of {self.number:g}: write {round(steps * self.step, 6):g} into LIMITS to keep it"
-        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,49 +488,3 @@ def feature_methods_with_one_user(tree: Tree) -> Measured:
     uses = Counter(child.name for user in users for child in user.body if isinstance(child, Function))
     places = [f"{method}: {uses[method]} features define it" for method in methods if uses[method] < 2]
     return Measured(len(places), tuple(places))
-
-
-LIST_MODULES = """
-import contextlib, io, json, runpy, sys
-sys.path.insert(0, "")
-sys.argv = [sys.argv[1], "--help"]
-with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-    runpy.run_path(sys.argv[0], run_name="__main__")
-print(json.dumps(sorted(sys.modules)))
-"""
-
-
-@cache
-def modules_of_help(root: Path, script: str) -> tuple[str, ...]:
-    """Every module that `python script --help` has loaded when it ends."""
-    command = [sys.executable, "-c", LIST_MODULES, script]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"--help of {script} failed:\n{done.stderr}"
-    return tuple(json.loads(done.stdout))
-
-
-def entered_per_step(work: Callable[[], object], root: Path, first: str) -> list[frozenset[tuple[str, str, int]]]:
-    """Functions (file, name, line) under a folder that are entered from one call of the function named `first` to its next.
-
-    The first set is what came before its first call, the last what came after its last.
-    """
-    steps: list[set[CodeType]] = [set()]
-    prefix = f"{root}/"
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        """Called by Python on every call and return."""
-        if event == "call" and frame.f_code.co_filename.startswith(prefix):
-            if frame.f_code.co_name == first:
-                steps.append(set())
-            steps[-1].add(frame.f_code)
-
-    previous = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(previous)
-    return [
-        frozenset((code.co_filename.removeprefix(prefix), code.co_qualname, code.co_firstlineno) for code in step)
-        for step in steps
-    ]
