@@ -16,8 +16,8 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.pipeline_parallel.executor import run_rank_script as execute
 from megatron.preference.losses import PAIR_LOSSES, AnswerLogprobs, kto_loss, reward_loss, share_of_right_order
 from megatron.preference.settings import PreferenceConfig
-from megatron.training.evaluate import evaluation_mode
 from megatron.training.state.batch import Batch, Loss, LossFunction
+from megatron.training.state.evaluate import evaluation_mode
 from megatron.training.state.run import RunContext
 from megatron.training.state.step import StepWork
 from megatron.training.state.trainer import Trainer

@@ -62,10 +62,10 @@ from megatron.rl.rollout_sample_files import RolloutSampleFiles, rollout_sample_
 from megatron.rl.rollouts import Draft, Rollout, RolloutLimits, RolloutTask, RolloutTimes, play_rollouts
 from megatron.rl.settings import RLConfig, generation_run_config, reference_checkpoint_path
 from megatron.training.checkpoint.reference import load_reference_policy
-from megatron.training.evaluate import evaluation_mode
 from megatron.training.health.bad_steps import BadStepError
 from megatron.training.loader import SplitBatches
 from megatron.training.state.batch import Batch
+from megatron.training.state.evaluate import evaluation_mode
 from megatron.training.state.hooks import StepHooks
 from megatron.training.state.run import RunContext
 from megatron.training.state.trainer import Trainer

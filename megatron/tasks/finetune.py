@@ -37,7 +37,6 @@ from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.checkpoint.checkpointing import Checkpointer, lock_save_folder
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.data.sample_order import FILL, read_and_stack_samples, stages_read_data
-from megatron.training.evaluate import evaluate_loss
 from megatron.training.health.bad_steps import StepValidator
 from megatron.training.health.exit_conditions import ExitConditions
 from megatron.training.hooks.run_record import add_steps_to_run_log
@@ -45,6 +44,7 @@ from megatron.training.hooks.writers import Writers
 from megatron.training.loader import single_pass_microbatches
 from megatron.training.report.metrics import StepMetricsMeter
 from megatron.training.state.batch import Batch, Loss, LossFunction
+from megatron.training.state.evaluate import evaluate_loss
 from megatron.training.state.run import RunContext
 from megatron.training.state.step import train_step
 from megatron.training.state.trainer import Trainer, build_trainer

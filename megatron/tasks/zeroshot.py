@@ -33,9 +33,9 @@ from megatron.tasks.glue import bad_lines_message, read_utf8_text
 from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.data.sample_order import stages_read_data
-from megatron.training.evaluate import evaluate_loss, evaluation_mode
 from megatron.training.loader import single_pass_microbatches
 from megatron.training.state.batch import Batch, LossFunction, masked_loss_sum
+from megatron.training.state.evaluate import evaluate_loss, evaluation_mode
 from megatron.training.state.run import RunContext
 from megatron.training.state.trainer import Trainer, build_trainer
 

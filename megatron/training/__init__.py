@@ -2,7 +2,7 @@
 
 entry.py       what surrounds a main function: errors, on one rank or on all
 initialize.py  initialize_megatron(args) -> Run
-loop.py        pretrain() and the loop; evaluate.py: forward-only passes
+loop.py        pretrain() and the loop
 state/         the run, this rank's stages and optimizer, and one optimizer step
 hooks/         what the loop does beside its steps
 loader.py      datasets to iterators of microbatches

@@ -27,7 +27,6 @@ from megatron.core.parallel.mesh import Axis
 from megatron.training.accelerate.compile import LayerCompiler
 from megatron.training.accelerate.cuda_graphs import LayerGraphCapturer
 from megatron.training.checkpoint.checkpointing import Checkpointer, lock_save_folder
-from megatron.training.evaluate import evaluate_loss, evaluation_mode
 from megatron.training.health.bad_steps import BadStepError, RollBackRequest, StepValidator
 from megatron.training.health.causality_check import require_causal_attention
 from megatron.training.health.exit_conditions import ExitConditions, InterruptHandler, NonFiniteError, TorchProfile
@@ -51,6 +50,7 @@ from megatron.training.report.metrics import (
 from megatron.training.report.run_log import LogFile
 from megatron.training.report.timers import max_times_by_tag, timer_report_text
 from megatron.training.state.batch import require_next_batch
+from megatron.training.state.evaluate import evaluate_loss, evaluation_mode
 from megatron.training.state.run import RunContext, TrainingProgress
 from megatron.training.state.step import train_step
 from megatron.training.state.trainer import Evaluate, ForwardStep, ModelProvider, Samples, Trainer, build_trainer

@@ -15,9 +15,9 @@ from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.training.data.rebalance import RebalancedBatches, documents_with_loss
-from megatron.training.evaluate import evaluate_loss
 from megatron.training.loader import iterate_split_microbatches
 from megatron.training.state.batch import Batch
+from megatron.training.state.evaluate import evaluate_loss
 from megatron.training.state.run import RunContext
 from megatron.training.state.step import train_step
 from tests.helpers import tiny

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.models.flops import training_state_bytes_per_param
 from megatron.core.transformer.layer import TransformerLayer
-from megatron.training.evaluate import evaluate_loss
+from megatron.training.state.evaluate import evaluate_loss
 from megatron.training.state.step import train_step
 from tests.helpers import tiny
 from tests.helpers.training import differences, train_alone

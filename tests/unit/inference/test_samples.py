@@ -18,7 +18,7 @@ from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
 from megatron.inference.cache import KVCache
 from megatron.inference.eval_generate import EvaluationPrompts, generate_continuation_texts, read_prompts
 from megatron.inference.sampling import SamplingParams
-from megatron.training.evaluate import evaluation_mode
+from megatron.training.state.evaluate import evaluation_mode
 from megatron.training.state.step import train_step
 from tests.helpers import tiny
 from tests.helpers.programme import trained, write_tokens

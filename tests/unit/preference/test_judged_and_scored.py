@@ -16,8 +16,8 @@ from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.dataset import PreferenceDataset, PreferenceRowSource, _prompt_with_other_rows_answer
 from megatron.preference.rows import LabeledAnswer, PreferencePair, Row
 from megatron.preference.settings import PreferenceConfig
-from megatron.training.evaluate import evaluation_mode
 from megatron.training.report.metrics import StepMetrics, _resolve_step_metrics
+from megatron.training.state.evaluate import evaluation_mode
 from megatron.training.state.step import train_step
 from tests.helpers.preference import random_rows, train_pairs_here, trainer_of
 from tests.helpers.world import Worlds

@@ -17,7 +17,7 @@ from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.reference import load_reference_policy
-from megatron.training.evaluate import evaluation_mode
+from megatron.training.state.evaluate import evaluation_mode
 from tests.helpers import tiny
 from tests.helpers.preference import BASE, random_pairs, trainer_of
 from tests.unit.preference.test_training import LLAMA, LORA, answer_logprob, places_of

@@ -17,7 +17,7 @@ from megatron.preference import step as step_module
 from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.losses import PAIR_LOSSES
 from megatron.preference.settings import WITHOUT_REFERENCE, PreferenceConfig
-from megatron.training.evaluate import evaluation_mode
+from megatron.training.state.evaluate import evaluation_mode
 from megatron.training.state.step import train_step
 from tests.helpers import tiny
 from tests.helpers.lazy_collectives import run_lazily

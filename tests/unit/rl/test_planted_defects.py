@@ -23,7 +23,7 @@ from megatron.rl import policy_data, rollout_batches, rollouts
 from megatron.rl.environments.base import Environment
 from megatron.rl.policy_step import PolicyLossFunction
 from megatron.rl.rollout_queue import RolloutQueue
-from megatron.training.evaluate import evaluation_mode
+from megatron.training.state.evaluate import evaluation_mode
 from megatron.training.state.step import train_step
 from tests.helpers.policy import RL, EvenIds, trainer_of
 from tests.unit.rl.test_policy import LLAMA

@@ -14,7 +14,7 @@ from megatron.core.parallel.spec import param_spec_of
 from megatron.rl.advantages import gae_advantages_and_returns, whiten
 from megatron.rl.losses import value_loss
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.evaluate import evaluation_mode
+from megatron.training.state.evaluate import evaluation_mode
 from megatron.training.state.step import train_step
 from tests.helpers.policy import RL, train_policy_here, trainer_of
 from tests.helpers.world import Worlds

@@ -16,7 +16,7 @@ from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.training.accelerate.cuda_graphs import LayerGraphCapturer
 from megatron.training.cli.preflight import preflight
-from megatron.training.evaluate import evaluate_loss
+from megatron.training.state.evaluate import evaluate_loss
 from megatron.training.state.step import train_step
 from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.training.evaluate import evaluate_loss
 from megatron.training.state.batch import Batch
+from megatron.training.state.evaluate import evaluate_loss
 from megatron.training.state.run import RunContext
 from megatron.training.state.step import train_step
 from megatron.training.state.trainer import Trainer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.training.evaluate import evaluate_loss
+from megatron.training.state.evaluate import evaluate_loss
 from megatron.training.state.step import train_step
 from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
