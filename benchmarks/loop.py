@@ -53,19 +53,17 @@ def overhead(steps: int) -> None:
     from megatron.training.cli.arguments import parse_args_or_raise
     from megatron.training.initialize import initialize_megatron
     from megatron.training.state import step
+    from megatron.training.state.trainer import Trainer
 
     inside, whole, data = [0.0], [0.0], [0.0]
-    step.run_rank_script, step.require_next_batch = (
-        clocked(step.run_rank_script, inside),
-        clocked(step.require_next_batch, data),
-    )
+    step.require_next_batch = clocked(step.require_next_batch, data)
+    for name in ("zero_gradients", "run_schedule", "finish_reductions"):
+        setattr(Trainer, name, clocked(getattr(Trainer, name), inside))
     once = loop.TrainingSession._run_iteration
 
     def iteration(self: Any, watch: Any) -> None:
         if self.trainer.progress.iteration == 0:
             self.trainer.optimizer.step = clocked(self.trainer.optimizer.step, inside)
-            for parallel in self.trainer.parallels:
-                parallel.zero_gradients = clocked(parallel.zero_gradients, inside)
         clocked(once, whole)(self, watch)
         for spent in (inside, whole, data):
             spent.append(0.0)

@@ -135,7 +135,7 @@ LIMITS: Mapping[str, Limit] = {
     "functions per thousand lines": Limit(59, aim=48, step=0.5),
     "comments per hundred lines": Limit(1.5, aim=4, step=0.1, is_minimum=True),
     "files that a GPT step enters": Limit(66, aim=55),
-    "functions that a GPT step enters": Limit(310, aim=270, step=5),
+    "functions that a GPT step enters": Limit(320, aim=270, step=5),
     "comparisons of an architecture": Limit(80, aim=6),
     "files that compare an architecture": Limit(37, aim=3),
     "names of mixers outside families": Limit(50, aim=0),

@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.core.pipeline_parallel.executor import run_rank_script as execute
 from megatron.preference.losses import PAIR_LOSSES, AnswerLogprobs, kto_loss, reward_loss, share_of_right_order
 from megatron.preference.settings import PreferenceConfig
 from megatron.training.state.batch import Batch, Loss, LossFunction
@@ -174,19 +173,14 @@ def compute_answer_logprobs(trainer: Trainer, network: Trainer, batches: Sequenc
 
     trainer: the run's. network: the trainer whose stages compute them, which have no dropout in this pass.
     """
-    mesh, step = trainer.run.mesh, trainer.forward_step
+    step = trainer.forward_step
     assert isinstance(step, PreferenceStep), "answers are trained by a preference step"
     step.collected = []
     names, network.loss_names = network.loss_names, ()
     try:
         with evaluation_mode(trainer) if trainer.stages[0].training else nullcontext():
             work = StepWork(network, iter(batches), len(batches), training=False)
-            execute(
-                trainer.pipeline_script(len(batches), training=False),
-                work=work,
-                axis=mesh.pp,
-                backward_axis=mesh.pp_backward,
-            )
+            trainer.run_schedule(work, len(batches), training=False)
         return step.collected
     finally:
         step.collected, network.loss_names = None, names

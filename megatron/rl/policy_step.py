@@ -15,7 +15,6 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
-from megatron.core.pipeline_parallel.executor import run_rank_script as execute
 from megatron.rl import losses
 from megatron.rl.algorithms import ALGORITHMS, PolicyAlgorithm
 from megatron.rl.critic import ActorCritic
@@ -215,7 +214,7 @@ def compute_logprobs_and_values(
     names, trainer.loss_names = trainer.loss_names, ()
     try:
         work = StepWork(trainer, microbatches, count, training=False)
-        execute(trainer.pipeline_script(count, training=False), work=work, axis=mesh.pp, backward_axis=mesh.pp_backward)
+        trainer.run_schedule(work, count, training=False)
         collected = step.collected
     finally:
         step.collected, trainer.loss_names = None, names

@@ -217,7 +217,7 @@ def _planted(
     owners = {
         "data": (step, "require_next_batch"),
         "reduce": (ddp, "_start_bucket_reduction"),
-        "optimizer": (optimizer, "finalize_gradients"),
+        "optimizer": (optimizer, "global_norm"),
         "save": (checkpointing, "weights_of"),
     }
     if case.phase in owners:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.buffers import OwnedSegment
-from megatron.core.distributed.finalize import finalize_gradients
 from megatron.core.kernels.ops.adamw import AdamKernel, adamw, copy_tensor_pairs
 from megatron.core.optimizer.adafactor import Adafactor
 from megatron.core.optimizer.clip import count_zeros, global_norm
@@ -116,14 +115,13 @@ class Optimizer:
         row_factors: Mapping[str, Tensor] | None = None,
         accepts: Callable[[Tensor], bool] | None = None,
     ) -> OptimizerStepResult:
-        """Reduce what gradients still lack, clip them, and update the weights. Collective.
+        """Clip the gradients, which are summed over all ranks, and update the weights. Collective.
 
         multiplier: a factor that the gradients still lack beside the loss scale. count_zero_elements: set `zeros` of
         the result. row_factors: parameter name -> factors [rows] for this rank's rows of the parameter after the
         update. accepts: whether to use a gradient of this norm; None: always. The weights stay unchanged if an fp16 run
         overflowed, which all ranks see in the norm, or if the gradient is not accepted.
         """
-        finalize_gradients(self.segments, self.mesh)
         unscale = multiplier / self.scaler.scale
         norm = global_norm(self.segments, self.mesh) * unscale
         overflow = self.fp16 and not bool(torch.isfinite(norm))

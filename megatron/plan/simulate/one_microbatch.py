@@ -14,7 +14,6 @@ from functools import partial
 from megatron.core.config.plan.layers import LayerPlan, StageSpec
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.parallel.grid import axis_rank_groups
-from megatron.core.pipeline_parallel.executor import run_rank_script
 from megatron.plan.simulate.dry_run import (
     enable_mixed_dtype_addmm,
     fake_groups,
@@ -68,21 +67,14 @@ def _trace_in_fake_groups(
         enable_mixed_dtype_addmm(trainer)
         if recorder.shared:
             gc.collect()  # rings of references that cutting weights leaves behind
-        for parallel in trainer.parallels:
-            parallel.zero_gradients()
+        trainer.zero_gradients()
         recorder.events = EventList()
         recorder.begin_action("begin")
         with recorder.track_current_module(trainer.stages):
             work = StepWork(trainer, fake_batches(trainer), 1, training=True)
             for hook in trainer.hooks:
                 hook.begin_step(work)
-            run_rank_script(
-                trainer.pipeline_script(1, training=True),
-                work=work,
-                axis=trainer.run.mesh.pp,
-                backward_axis=trainer.run.mesh.pp_backward,
-                delays=config.parallel.delay_wgrad_compute,
-            )
+            trainer.run_schedule(work, 1, training=True)
         recorder.begin_action("end")
         memory = recorder.memory
         place = {name: 0 for name in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}

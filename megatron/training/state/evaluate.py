@@ -9,7 +9,6 @@ import torch
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import without_cudnn_attention
-from megatron.core.pipeline_parallel.executor import run_rank_script
 from megatron.training.state.batch import Batch
 from megatron.training.state.step import StepWork
 from megatron.training.state.trainer import Trainer
@@ -24,12 +23,7 @@ def evaluate_loss(trainer: Trainer, batches: Iterator[Batch], iterations: int) -
     with evaluation_mode(trainer):
         for _ in range(iterations):
             work = StepWork(trainer, batches, count, training=False)
-            run_rank_script(
-                trainer.pipeline_script(work.own_microbatches, training=False),
-                work=work,
-                axis=mesh.pp,
-                backward_axis=mesh.pp_backward,
-            )
+            trainer.run_schedule(work, work.own_microbatches, training=False)
             for name, pair in work.loss_sums().items():
                 totals[name] = totals[name] + pair if name in totals else pair
     means = {}

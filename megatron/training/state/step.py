@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,9 +20,9 @@ from torch import Tensor
 
 from megatron.core.config.plan.layers import num_layers_of_mtp_depth
 from megatron.core.config.plan.stages import stage_specs_of_run
+from megatron.core.optimizer.optimizer import OptimizerStepResult
 from megatron.core.parallel import collectives
-from megatron.core.parallel.device import empty_cache
-from megatron.core.pipeline_parallel.executor import Shape, run_rank_script
+from megatron.core.pipeline_parallel.executor import Shape
 from megatron.core.transformer.context.forward_context import MicrobatchContext
 from megatron.core.transformer.mixers.qk_clip import qk_clip_row_factors
 from megatron.core.transformer.router import routers_of
@@ -200,73 +201,51 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
     """Run one optimizer step on the next global batch. Waits for the device only for fp16's overflow check.
     again: an earlier pass over this global batch, which is run once more instead of reading the next one.
     """
-    run_, progress, timers = trainer.run, trainer.progress, trainer.run.timers
-    config, mesh, optimizer = run_.config, run_.mesh, trainer.optimizer
-    assert trainer.schedule is not None, "a trainer that trains has a schedule"
-    size = trainer.batches.batch_size_after(progress.consumed_train_samples)
-    mesh.flight_recorder.begin_activity("training", progress.iteration + 1)
-    for parallel in trainer.parallels:
-        parallel.zero_gradients()
+    timers, recorder = trainer.run.timers, trainer.run.mesh.flight_recorder
+    size = trainer.next_batch_size()
+    recorder.begin_activity("training", trainer.progress.iteration + 1)
+    trainer.zero_gradients()
     work = StepWork(trainer, batches, size.num_microbatches, training=True, again=again)
     for hook in trainer.hooks:
         hook.begin_step(work)
     with timers("forward-backward", 1):
-        run_rank_script(
-            trainer.pipeline_script(work.own_microbatches, training=True),
-            work=work,
-            axis=mesh.pp,
-            backward_axis=mesh.pp_backward,
-            delays=config.parallel.delay_wgrad_compute,
-        )
-    mesh.flight_recorder.enter_phase("reduction of gradients")
+        trainer.run_schedule(work, work.own_microbatches, training=True)
+    recorder.enter_phase("reduction of gradients")
     with timers("all-grads-sync", 1):
-        for parallel in trainer.parallels:
-            parallel.finish_reduction()
-    if config.train.empty_unused_memory_level == 2:
-        empty_cache(mesh.device)
-    optimizer.set_rates(
-        trainer.schedule.lr(progress.schedule_samples),
-        trainer.schedule.weight_decay(progress.schedule_samples),
-        _decoupled_learning_rate(trainer),
-    )
+        trainer.finish_reductions()
+    trainer.set_rates()
     for hook in trainer.hooks:
         hook.before_update()
-    losses = {**work.loss_sums(), **work.layer_metric_sums()}
-    mesh.flight_recorder.enter_phase("optimizer")
+    losses = work.loss_sums() | work.layer_metric_sums()
+    # Microbatches were scaled by the tokens expected; only now is their true number known.
+    scale = work.remaining_gradient_scale()
+    recorder.enter_phase("optimizer")
     with timers("optimizer", 1):
-        result = optimizer.step(
-            multiplier=work.remaining_gradient_scale(),
-            count_zero_elements=config.log.log_num_zeros_in_grad,
-            row_factors=_qk_clip_factors(trainer),
-            accepts=lambda norm: all([hook.accept_update(work, losses, norm) for hook in trainer.hooks]),
+        result = trainer.optimizer.step(
+            multiplier=scale,
+            count_zero_elements=trainer.run.config.log.log_num_zeros_in_grad,
+            row_factors=qk_clip_factors(trainer),
+            accepts=partial(trainer.all_hooks_accept, work, losses),
         )
-    norm = optimizer.weights_norm() if config.log.log_params_norm else None
-    loads = _expert_loads(trainer)
+    # Before `end_step`, in which routers reset their tallies.
+    loads = expert_loads(trainer)
+    norm = trainer.optimizer.weights_norm() if trainer.run.config.log.log_params_norm else None
     for hook in trainer.hooks:
         hook.end_step(updated=result.stepped)
-    progress.iteration += 1
-    progress.consumed_train_samples += size.global_batch_size
-    progress.consumed_tokens += size.global_batch_size * config.train.seq_length
-    if result.stepped:
-        progress.schedule_samples += size.global_batch_size
-    return StepMetrics(
-        iteration=progress.iteration,
-        consumed_samples=progress.consumed_train_samples,
-        batch_size=size.global_batch_size,
-        learning_rate=trainer.schedule.lr(progress.schedule_samples),
-        losses=losses,
-        loads=loads,
-        decoupled_learning_rate=_decoupled_learning_rate(trainer),
-        loss_scale=optimizer.scaler.scale,
-        grad_norm=result.norm,
-        num_zeros=result.zeros,
-        params_norm=norm,
-        skipped=not result.stepped,
-        data_figures=work.data_figures,
-    )
+    trainer.count_step(size, updated=result.stepped)
+    return _step_metrics(trainer, work, losses, result, params_norm=norm, loads=loads)
 
 
-def _expert_loads(trainer: Trainer) -> ExpertLoads | None:
+def qk_clip_factors(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the factors by which --qk-clip rescales rows of query and key weights after this step, by parameter name."""
+    model = trainer.run.config.model
+    if not model.qk_clip:
+        return {}
+    modules = (module for stage in trainer.stages for module in stage.modules())
+    return qk_clip_row_factors(modules, trainer.run.mesh, threshold=model.qk_clip_threshold, alpha=model.qk_clip_alpha)
+
+
+def expert_loads(trainer: Trainer) -> ExpertLoads | None:
     """Return how many tokens chose each expert in this step, this rank's share; None without experts."""
     model = trainer.run.config.model
     if not model.moe.num_experts:
@@ -280,19 +259,30 @@ def _expert_loads(trainer: Trainer) -> ExpertLoads | None:
     return ExpertLoads(table, model.moe.moe_per_layer_logging)
 
 
-def _qk_clip_factors(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the factors by which --qk-clip rescales rows of query and key weights after this step, by parameter name."""
-    model = trainer.run.config.model
-    if not model.qk_clip:
-        return {}
-    modules = (module for stage in trainer.stages for module in stage.modules())
-    return qk_clip_row_factors(modules, trainer.run.mesh, threshold=model.qk_clip_threshold, alpha=model.qk_clip_alpha)
-
-
-def _decoupled_learning_rate(trainer: Trainer) -> float | None:
-    config = trainer.run.config.optimizer
-    if config.decoupled_lr is None or trainer.schedule is None:
-        return None
-    return trainer.schedule.lr_between(
-        trainer.progress.schedule_samples, max_lr=config.decoupled_lr, min_lr=config.decoupled_min_lr or 0.0
+def _step_metrics(
+    trainer: Trainer,
+    work: StepWork,
+    losses: dict[str, Tensor],
+    result: OptimizerStepResult,
+    *,
+    params_norm: Tensor | None,
+    loads: ExpertLoads | None,
+) -> StepMetrics:
+    """Return the numbers of the step that was just counted, on the device. losses: [2] each, sum and count of this rank."""
+    progress = trainer.progress
+    assert trainer.schedule is not None, "a trainer that trains has a schedule"
+    return StepMetrics(
+        iteration=progress.iteration,
+        consumed_samples=progress.consumed_train_samples,
+        batch_size=work.num_microbatches * trainer.batches.unit,
+        learning_rate=trainer.schedule.lr(progress.schedule_samples),
+        losses=losses,
+        loads=loads,
+        decoupled_learning_rate=trainer.decoupled_learning_rate,
+        loss_scale=trainer.optimizer.scaler.scale,
+        grad_norm=result.norm,
+        num_zeros=result.zeros,
+        params_norm=params_norm,
+        skipped=not result.stepped,
+        data_figures=work.data_figures,
     )

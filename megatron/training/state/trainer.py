@@ -8,11 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.distributed.buffers import default_bucket_size
 from megatron.core.distributed.ddp import DataParallel
+from megatron.core.distributed.finalize import finalize_gradients
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.classify import ClassifierModel
 from megatron.core.models.gpt import GPTModel
@@ -20,7 +22,9 @@ from megatron.core.models.t5 import T5Model
 from megatron.core.models.vision import ImageClassifierModel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import OptimizerParamSchedule
+from megatron.core.parallel.device import empty_cache
 from megatron.core.parallel.rng import materialize_parameters
+from megatron.core.pipeline_parallel.executor import PipelineWork, run_rank_script
 from megatron.core.pipeline_parallel.schedules import forward_only_plan, pipeline_plan_of_run, with_reduction_actions
 from megatron.core.pipeline_parallel.transfers import RankScript, build_rank_script
 from megatron.core.transformer.activation_offloading import set_up_activation_offload
@@ -28,7 +32,7 @@ from megatron.core.transformer.adapters import freeze_untrained
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.training.state.batch import Batch, LossFunction
 from megatron.training.state.hooks import LowPrecisionAndAfterStepHook, StepHooks
-from megatron.training.state.microbatches import BatchSchedule
+from megatron.training.state.microbatches import BatchSchedule, StepBatchSize
 from megatron.training.state.run import RunContext, TrainingProgress
 
 if TYPE_CHECKING:
@@ -98,6 +102,61 @@ class Trainer:
                 dual_batch_overlap=training and parallel.overlap_moe_expert_parallel_comm,
             )
         return self.scripts[key]
+
+    def next_batch_size(self) -> StepBatchSize:
+        """Return the batch size of the next step."""
+        return self.batches.batch_size_after(self.progress.consumed_train_samples)
+
+    def zero_gradients(self) -> None:
+        """Begin a step with gradients of zero."""
+        for parallel in self.parallels:
+            parallel.zero_gradients()
+
+    def run_schedule(self, work: PipelineWork, num_microbatches: int, *, training: bool) -> None:
+        """Run this rank's passes and messages of a step, or of a forward-only pass; the last passes start reductions."""
+        run_rank_script(
+            self.pipeline_script(num_microbatches, training=training),
+            work=work,
+            axis=self.run.mesh.pp,
+            backward_axis=self.run.mesh.pp_backward,
+            delays=training and self.run.config.parallel.delay_wgrad_compute,
+        )
+
+    def finish_reductions(self) -> None:
+        """Wait for the sums over data-parallel ranks, then sum tied, replicated and key/value-head gradients. Collective."""
+        for parallel in self.parallels:
+            parallel.finish_reduction()
+        finalize_gradients(self.optimizer.segments, self.run.mesh)
+        if self.run.config.train.empty_unused_memory_level == 2:
+            empty_cache(self.run.mesh.device)
+
+    def set_rates(self) -> None:
+        """Give the optimizer the learning rate and weight decay of the next step."""
+        assert self.schedule is not None, "a trainer that trains has a schedule"
+        done = self.progress.schedule_samples
+        self.optimizer.set_rates(self.schedule.lr(done), self.schedule.weight_decay(done), self.decoupled_learning_rate)
+
+    @property
+    def decoupled_learning_rate(self) -> float | None:
+        """The learning rate of embedding and output layer (--decoupled-lr), or None."""
+        config = self.run.config.optimizer
+        if config.decoupled_lr is None or self.schedule is None:
+            return None
+        return self.schedule.lr_between(
+            self.progress.schedule_samples, max_lr=config.decoupled_lr, min_lr=config.decoupled_min_lr or 0.0
+        )
+
+    def all_hooks_accept(self, work: Any, losses: Mapping[str, Tensor], norm: Tensor) -> bool:
+        """Return whether all hooks accept the update (`StepHooks.accept_update`). Every hook is asked, for all ranks alike."""
+        return all([hook.accept_update(work, losses, norm) for hook in self.hooks])
+
+    def count_step(self, size: StepBatchSize, *, updated: bool) -> None:
+        """Count a step of this batch size in the run's counters. updated: whether it changed the weights."""
+        self.progress.iteration += 1
+        self.progress.consumed_train_samples += size.global_batch_size
+        self.progress.consumed_tokens += size.global_batch_size * self.run.config.train.seq_length
+        if updated:
+            self.progress.schedule_samples += size.global_batch_size
 
     def set_train_mode(self, training: bool) -> None:
         """Set all stages to training mode, or to evaluation mode (dropout off)."""

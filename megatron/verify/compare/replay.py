@@ -33,7 +33,6 @@ from megatron.core.parallel.flight_recorder import describe_schedule_action
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import param_spec_of
-from megatron.core.pipeline_parallel.executor import run_rank_script as walk
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.checkpoint.run_state import weights_of
 from megatron.training.health.failure_dump import STEP, WEIGHTS, dumped_batch_file_name, dumped_rng_file_name
@@ -170,14 +169,8 @@ def replay_failure_dump(
     BadValueObserver(trainer, replayed, torch.finfo(torch.float64).max if bound == float("inf") else bound)
     count = config.train.global_batch_size // config.train.micro_batch_size
     work = StepWork(trainer, _read_dumped_microbatches(folder, facts, trainer, notes), count, training=True)
-    walk(
-        trainer.pipeline_script(count, training=True),
-        work=work,
-        axis=trainer.run.mesh.pp,
-        backward_axis=trainer.run.mesh.pp_backward,
-    )
-    for parallel in trainer.parallels:
-        parallel.finish_reduction()
+    trainer.run_schedule(work, count, training=True)
+    trainer.finish_reductions()
     replayed.losses = {name: float(total / number) for name, (total, number) in work.loss_sums().items()}
     optimizer = trainer.optimizer
     replayed.norm = float(

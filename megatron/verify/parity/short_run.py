@@ -30,7 +30,6 @@ from megatron.core.dist_checkpointing.sharded_state import (
     add_sharded_tensor,
     sharded_optimizer_state,
 )
-from megatron.core.distributed.finalize import finalize_gradients
 from megatron.core.kernels.choice.startup_check import select_kernels_with_trials
 from megatron.core.kernels.choice.table import KernelRequirements
 from megatron.core.parallel import collectives
@@ -341,7 +340,8 @@ class _CopyGradientsHook(StepHooks):
 
     def before_update(self) -> None:
         """Copy the gradients that this rank owns."""
-        self.step.gradients.update(owned_gradients(self.trainer))
+        segments = self.trainer.optimizer.segments
+        self.step.gradients.update(owned_shards_by_name(self.trainer, [segment.grad for segment in segments]))
 
 
 def _record_parity_train_step(
@@ -373,13 +373,6 @@ def run_short_training_pickled(
 def unpickle_short_run_result(content: bytes) -> ShortRun:
     """Unpickle the result of `run_short_training_pickled`."""
     return pickle.loads(content)
-
-
-def owned_gradients(trainer: Trainer) -> Tree:
-    """Return copies of the gradients that this rank owns, by name, finalized over ranks."""
-    segments = [replace(segment, grad=segment.grad.clone()) for segment in trainer.optimizer.segments]
-    finalize_gradients(segments, trainer.run.mesh)
-    return owned_shards_by_name(trainer, [segment.grad for segment in segments])
 
 
 def owned_shards_by_name(trainer: Trainer, values: Sequence[Tensor]) -> Tree:
