@@ -82,17 +82,22 @@ def test_ranks_end_with_a_launcher_that_was_killed(program: list[str], sign: str
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with open(tmp_path.with_suffix(".log"), "w+", encoding="utf-8") as log:
         launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-        until(
-            lambda: checkpoint_folders.newest_iteration(tmp_path) is not None or launcher.poll() is not None,
-            "the first save",
-        )
-        ranks = below(launcher.pid)
-        assert len(ranks) >= 2, Path(log.name).read_text()
+        ranks: list[int] = []
         try:
+            until(
+                lambda: checkpoint_folders.newest_iteration(tmp_path) is not None or launcher.poll() is not None,
+                "the first save",
+            )
+            ranks = below(launcher.pid)
+            assert len(ranks) >= 2, Path(log.name).read_text()
             launcher.kill()
             launcher.wait()
             until(lambda: not any(map(runs, ranks)), "the ranks end")
         finally:
+            # A test that failed before the launcher was killed leaves nothing running either.
+            if launcher.poll() is None:
+                ranks = below(launcher.pid)
+                launcher.kill()
             for rank in filter(runs, ranks):
                 os.kill(rank, signal.SIGKILL)
         said = Path(log.name).read_text()
