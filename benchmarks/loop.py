@@ -49,29 +49,36 @@ def clocked(call: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
 def overhead(steps: int) -> None:
     """Train in this process and print how an iteration's CPU time is shared out."""
     import pretrain_gpt
+    from megatron.core.optimizer.optimizer import Optimizer
     from megatron.training import loop
     from megatron.training.cli.arguments import parse_args_or_raise
     from megatron.training.initialize import initialize_megatron
     from megatron.training.state import step
+    from megatron.training.state.hooks import StepHooks
     from megatron.training.state.trainer import Trainer
 
     inside, whole, data = [0.0], [0.0], [0.0]
     step.require_next_batch = clocked(step.require_next_batch, data)
     for name in ("zero_gradients", "run_schedule", "finish_reductions"):
         setattr(Trainer, name, clocked(getattr(Trainer, name), inside))
-    once = loop.TrainingSession._run_iteration
+    Optimizer.step = clocked(Optimizer.step, inside)
 
-    def iteration(self: Any, watch: Any) -> None:
-        if self.trainer.progress.iteration == 0:
-            self.trainer.optimizer.step = clocked(self.trainer.optimizer.step, inside)
-        clocked(once, whole)(self, watch)
-        for spent in (inside, whole, data):
-            spent.append(0.0)
+    class Iterations(StepHooks):
+        """The CPU time of each iteration, from its first question to behind the other hooks."""
 
-    loop.TrainingSession._run_iteration = iteration
+        def reason_to_skip(self, iteration: int) -> str:
+            whole[-1] -= time.process_time()
+            return ""
+
+        def after_iteration(self, session: Any) -> None:
+            whole[-1] += time.process_time()
+            for spent in (inside, whole, data):
+                spent.append(0.0)
+
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # lines are made, and not shown
         run = initialize_megatron(parse_args_or_raise([*SHAPE, "--train-iters", str(steps)]))
-        loop.pretrain(run, pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
+        providers = pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, pretrain_gpt.forward_step
+        loop.pretrain(run, *providers, hooks=[Iterations()])
     rest = [all_ - work + read for all_, work, read in zip(whole, inside, data)][2:-1]
     shares = sorted(left / all_ for left, all_ in zip(rest, whole[2:-1]))
     print(

@@ -63,6 +63,7 @@ from megatron.rl.rollouts import Draft, Rollout, RolloutLimits, RolloutTask, Rol
 from megatron.rl.settings import RLConfig, generation_run_config, reference_checkpoint_path
 from megatron.training.checkpoint.reference import load_reference_policy
 from megatron.training.health.bad_steps import BadStepError
+from megatron.training.hooks.online import OnlineEvaluation
 from megatron.training.loader import SplitBatches
 from megatron.training.state.batch import Batch
 from megatron.training.state.evaluate import evaluation_mode
@@ -109,8 +110,8 @@ class PolicyData(StepHooks):
         self._bank_is_full = False  # and it was told
         self._since = time.monotonic()  # the last round was prepared, or the run began
         self._waited = 0.0  # seconds since then, for rollouts of other ranks
-        if trainer.samples is None and rl.rl_samples_per_round:
-            trainer.samples = lambda stages: self._shown_answers()
+        if rl.rl_samples_per_round:
+            trainer.add_hook(OnlineEvaluation(samples=lambda stages: self.shown_answers()))
         self._print_memory_plan()
         trainer.add_hook(self)
 
@@ -367,7 +368,7 @@ class PolicyData(StepHooks):
             records_routes=self.run.config.model.moe.moe_enable_routing_replay,
         )
 
-    def _shown_answers(self) -> list[tuple[str, str]]:
+    def shown_answers(self) -> list[tuple[str, str]]:
         """Return (prompt, answer with its reward) for each of the first prompts of the round."""
         firsts = {one.rollout.group: one.rollout for one in reversed(self.rollouts or [])}
         return [

@@ -9,9 +9,7 @@ from megatron.tasks.finetune import finetune
 from megatron.tasks.flags import ZERO_SHOT, TaskConfig
 from megatron.tasks.zeroshot import run_zero_shot
 from megatron.training.entry import guarded_entry_point
-from megatron.training.health.failures import annotate_errors
-from megatron.training.health.watchdog import HangDetector
-from megatron.training.hooks.run_record import record_run_start_and_error
+from megatron.training.hooks.run_record import supervised
 from megatron.training.initialize import initialize_megatron
 
 
@@ -21,7 +19,7 @@ def run_task(args: Namespace) -> None:
     @guarded_entry_point
     def main() -> None:
         task, run = config_from_namespace(TaskConfig, args), initialize_megatron(args)
-        with record_run_start_and_error(run), HangDetector(run), annotate_errors(run):
+        with supervised(run):
             (run_zero_shot if task.task in ZERO_SHOT else finetune)(run, task)
             run.run_log.add("end", reason="complete", iteration=run.progress.iteration)
 

@@ -4,7 +4,7 @@ entry.py       what surrounds a main function: errors, on one rank or on all
 initialize.py  initialize_megatron(args) -> Run
 loop.py        pretrain() and the loop
 state/         the run, this rank's stages and optimizer, and one optimizer step
-hooks/         what the loop does beside its steps
+hooks/         log lines, evaluations, saves: what a run does between two steps
 loader.py      datasets to iterators of microbatches
 global_vars.py get_args() and friends, for user scripts written against Megatron
 cli/           flags to RunConfig, old spellings, --help, and the checks before a run starts

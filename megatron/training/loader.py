@@ -34,7 +34,7 @@ from megatron.training.data.sample_order import (
     stages_read_data,
 )
 from megatron.training.launch.launch_info import read_launch_info
-from megatron.training.state.batch import Batch
+from megatron.training.state.batch import Batch, require_next_batch
 from megatron.training.state.run import RunContext
 from megatron.training.state.trainer import Trainer
 
@@ -65,6 +65,12 @@ class SplitBatches:
     train: ClosableBatches | None
     valid: EvaluationData | None
     test: EvaluationData | None
+
+    def drop_training_batches(self, count: int) -> None:
+        """Read and drop the next microbatches of the training data."""
+        assert self.train is not None, "build_split_batches refuses a run that trains without data"
+        for _ in range(count):
+            require_next_batch(self.train)
 
     def close(self) -> None:
         """End the threads that read ahead."""

@@ -21,12 +21,12 @@ def losses_of(graphs: bool, changes: dict[str, Any]) -> list[float]:
     )
     trainer, losses = tiny.trainer_of(tiny.run_of(settings, torch.device("cuda"))), []
     recordings = LayerGraphCapturer(trainer) if graphs else None
-    for iteration in range(1, 7):
-        if recordings is None:
-            losses += train_on(trainer, 1)[0]
-        else:
-            with recordings.log_new_graphs_of_step(iteration):
-                losses += train_on(trainer, 1)[0]
+    if recordings is not None:
+        trainer.add_hook(recordings)
+    for _ in range(6):
+        losses += train_on(trainer, 1)[0]
+        if recordings is not None:
+            recordings.after_iteration(None)
     assert recordings is None or recordings.count > 0
     return losses
 

@@ -19,6 +19,7 @@ from megatron.core.transformer.dispatch import AllToAllTokenDispatcher
 from megatron.core.transformer.router import ExpertRouting
 from megatron.training.health.exit_conditions import ExitConditions
 from megatron.training.loop import TrainingSession
+from megatron.training.state.hooks import StepHooks
 from megatron.training.state.step import train_step
 from tests.gpu.test_training import MODELS
 from tests.helpers import tiny
@@ -102,24 +103,34 @@ def test_a_wait_is_found(operation: Callable[[torch.Tensor], Any]) -> None:
 
 
 def test_an_iteration_of_the_loop_waits_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    one, asked, seen = TrainingSession._run_iteration, ExitConditions.reason_to_stop, []
+    asked, seen = ExitConditions.reason_to_stop, []
 
-    def iteration(self: TrainingSession, watch: ExitConditions) -> None:
-        if self.trainer.progress.iteration < 2:
-            return one(self, watch)
-        seen.append(self.trainer.progress.iteration)
-        with no_wait():
-            return one(self, watch)
+    class NoWaitInAnIteration(StepHooks):
+        """From the first question of an iteration to behind the other hooks."""
+
+        def reason_to_skip(self, iteration: int) -> str:
+            """Waits are errors from the third iteration on."""
+            if iteration > 2:
+                seen.append(iteration - 1)
+                torch.cuda.set_sync_debug_mode("error")
+            return ""
+
+        def after_iteration(self, session: TrainingSession) -> None:
+            """Waits are allowed."""
+            torch.cuda.set_sync_debug_mode("default")
 
     def reason(self: ExitConditions, done: int) -> str:
         with no_wait():
             return asked(self, done)
 
-    monkeypatch.setattr(TrainingSession, "_run_iteration", iteration)
     monkeypatch.setattr(ExitConditions, "reason_to_stop", reason)
     monkeypatch.chdir(tmp_path)
     assert os.environ.get("MEGATRON_DEVICE", "auto") != "cpu"
-    trained(["--mock-data", "--seq-length", "64", "--train-iters", "6", "--log-interval", "100", "--bf16"])
+    flags = ["--mock-data", "--seq-length", "64", "--train-iters", "6", "--log-interval", "100", "--bf16"]
+    try:
+        trained(flags, hooks=[NoWaitInAnIteration()])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert seen == [2, 3, 4, 5]
 
 

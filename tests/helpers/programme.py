@@ -15,6 +15,7 @@ from megatron.training.cli.arguments import parse_args_or_raise
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import DatasetProvider
 from megatron.training.loop import pretrain
+from megatron.training.state.hooks import StepHooks
 from megatron.training.state.run import RunContext
 from megatron.training.state.trainer import ForwardStep
 
@@ -40,11 +41,19 @@ def trained(
     *,
     datasets: DatasetProvider = pretrain_gpt.datasets_provider,
     forward_step: ForwardStep = pretrain_gpt.forward_step,
+    hooks: Sequence[StepHooks] = (),
 ) -> RunContext:
     """pretrain_gpt, with these flags behind TINY."""
     run = started(argv)
     try:
-        pretrain(run, datasets, pretrain_gpt.model_provider, forward_step, pretrain_gpt.make_eval_generate_function)
+        pretrain(
+            run,
+            datasets,
+            pretrain_gpt.model_provider,
+            forward_step,
+            pretrain_gpt.make_eval_generate_function,
+            hooks=hooks,
+        )
     finally:
         logging.getLogger("megatron").handlers.clear()
         if torch.are_deterministic_algorithms_enabled():  # to say so at all imports the compiler

@@ -59,6 +59,7 @@ SMALL_FOR_A_REASON: Mapping[str, str] = {
     "megatron/core/tokenizers/bpe.py": "one kind of tokenizer a file",
     "megatron/core/tokenizers/wordpiece.py": "one kind of tokenizer a file",
     "megatron/rl/environments/*": "one environment a file",
+    "megatron/training/hooks/*": "one thing that a run does between two steps a file, as default.py lists them",
     "megatron/tools/*": "one command a file",
     "megatron/cli/commands/*": "one command a file",
     "megatron/tasks/main.py": "the command of the tasks",

@@ -15,8 +15,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,6 +34,7 @@ from megatron.core.transformer.context.layer_build_context import LayerBuildCont
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.mixers.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.mixers.mamba import MambaMixer
+from megatron.training.state.hooks import StepHooks
 from megatron.training.state.trainer import Trainer
 
 # Ops of several steps, in plain torch: what a compiler makes one kernel of.
@@ -85,11 +85,11 @@ def compile_obstacles_by_method(layer: TransformerLayer) -> dict[str, str]:
     return {name: "; ".join(why for why, holds in half.items() if holds) for name, half in halves.items()}
 
 
-class LayerCompiler:
+class LayerCompiler(StepHooks):
     """Compiles a trainer's layers, each at its first call, and logs it. again: graphs compiled after the first step."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._say, config = trainer.run.print_rank_0, trainer.run.config.compilation
+        self._trainer, self._say, config = trainer, trainer.run.print_rank_0, trainer.run.config.compilation
         compile_, kinds = configured_torch_compile(config), Counter[tuple[tuple[str, str], ...]]()
         ops: dict[str, dict[Callable, Callable]] = {
             op: {call: compile_(call) for call in calls} for op, calls in _PLAIN.items()
@@ -101,12 +101,18 @@ class LayerCompiler:
         parts = "; ".join(_compiled_layers_text(kind, count) for kind, count in kinds.items())
         self._say(f"compile by {config.compile_backend}: {parts or 'no layers here'}")
         self._first, self.again = True, 0
+        # Time, graphs and graph breaks before the step; None between two iterations.
+        self._before: tuple[float, int, Counter[str]] | None = None
 
-    @contextmanager
-    def log_new_graphs_of_step(self, iteration: int) -> Iterator[None]:
-        """Run a training step within: log what the first one compiled, and warn once when a later one compiles again."""
-        began, before, broken = time.time(), _num_compiled_graphs(), _graph_break_counts_by_reason()
-        yield
+    def begin_step(self, work: Any) -> None:
+        """Note what was compiled before the first pass over the step; a rerun belongs to the same iteration."""
+        self._before = self._before or (time.time(), _num_compiled_graphs(), _graph_break_counts_by_reason())
+
+    def after_iteration(self, session: Any) -> None:
+        """Log what the first step compiled, and warn once when a later one compiles again."""
+        if self._before is None:  # the iteration's data was passed over
+            return
+        (began, before, broken), self._before = self._before, None
         graphs, breaks = _num_compiled_graphs() - before, _graph_break_counts_by_reason() - broken
         if self._first:
             seconds = sum(one.duration_us or 0 for one in _compilation_records_since(began)) / 1e6
@@ -120,7 +126,7 @@ class LayerCompiler:
             metrics = _compilation_records_since(began)
             reasons = {one.recompile_reason.strip() for one in metrics if one.recompile_reason}
             self._say(
-                f"WARNING: iteration {iteration} compiled {_count_text(graphs, 'more graph')}, since {'; '.join(sorted(reasons)) or 'of nothing told'}. "
+                f"WARNING: iteration {self._trainer.progress.iteration} compiled {_count_text(graphs, 'more graph')}, since {'; '.join(sorted(reasons)) or 'of nothing told'}. "
                 "Of later ones nothing is said"
             )
         self.again += 0 if self._first else graphs

@@ -22,8 +22,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from megatron.core.parallel.device import storage_id_and_offset
 from megatron.core.parallel.main_grad import active_main_grad
 from megatron.core.transformer.context.forward_context import MicrobatchContext
 from megatron.core.transformer.layer import TransformerLayer
+from megatron.training.state.hooks import StepHooks
 from megatron.training.state.trainer import Trainer
 
 # Records what it is given without a change to any tensor; returns what does it, and the tensors that it will have made.
@@ -183,16 +183,17 @@ class _GraphReplay(Function):
         return None, None, None, *gradients
 
 
-class LayerGraphCapturer:
+class LayerGraphCapturer(StepHooks):
     """CUDA graphs of a trainer's layers, captured after the warm-up steps. on: whether warm-up is over. count: graphs
     captured so far. lasts: storage positions of tensors that captured graphs write.
     """
 
     def __init__(self, trainer: Trainer, record: Recorder | None = None) -> None:
-        self._say, self._config = trainer.run.print_rank_0, trainer.run.config.graphs
+        self._trainer, self._say, self._config = trainer, trainer.run.print_rank_0, trainer.run.config.graphs
         self.record = record or devices.CudaGraphPool(trainer.run.mesh.device).capture
         self.lasts: set[tuple[int, int]] = set()
         self.on, self.count, self._steps = False, 0, 0
+        self._before: tuple[float, int] | None = None  # time and graphs before the step; None between two iterations
         kinds = Counter[tuple[str, ...]]()
         for stage, parallel in zip(trainer.stages, trainer.parallels, strict=True):
             assert isinstance(parallel, DataParallel), "a rule refuses what gathers weights layer by layer"
@@ -204,16 +205,21 @@ class LayerGraphCapturer:
         parts = "; ".join(_captured_parts_text(methods, count) for methods, count in kinds.items())
         self._say(f"CUDA graphs: {parts or 'no layers here'}")
 
-    @contextmanager
-    def log_new_graphs_of_step(self, iteration: int) -> Iterator[None]:
-        """Run a training step within: count warm-up steps, and log how many graphs the step captured."""
-        self._steps += 1
-        self.on = self._steps > self._config.cuda_graph_warmup_steps
-        before, began = self.count, time.perf_counter()
-        yield
+    def begin_step(self, work: Any) -> None:
+        """Count warm-up steps: the first pass over a step, and no rerun."""
+        if self._before is None:
+            self._steps += 1
+            self.on = self._steps > self._config.cuda_graph_warmup_steps
+            self._before = time.perf_counter(), self.count
+
+    def after_iteration(self, session: Any) -> None:
+        """Log how many graphs the step captured."""
+        if self._before is None:  # the iteration's data was passed over
+            return
+        (began, before), self._before = self._before, None
         if self.count > before:
             self._say(
-                f"CUDA graphs: iteration {iteration} recorded {self.count - before} forward and backward passes, and took "
+                f"CUDA graphs: iteration {self._trainer.progress.iteration} recorded {self.count - before} forward and backward passes, and took "
                 f"{time.perf_counter() - began:.1f} s"
             )
 

@@ -173,6 +173,14 @@ class Checkpointer(StepHooks):
         """Wait for a save in flight. Return its outcome, or None if there was none."""
         return None if self.on_its_way is None else self._report_save(self._get_saver().finish())
 
+    def require_last_save(self) -> None:
+        """Raise `CheckpointError` if `--save` is given and the newest checkpoint is not of the current iteration."""
+        iteration = self.trainer.progress.iteration
+        if self.config.checkpoint.save and self.last_saved != iteration:
+            raise CheckpointError(
+                f"the last checkpoint of this run, of iteration {iteration}, could not be saved; see above"
+            )
+
     def resume(self) -> bool:
         """Load what `--load`, `--pretrained-checkpoint` and `--adapter` ask for; False if the run starts afresh."""
         started = time.perf_counter()
@@ -493,13 +501,15 @@ class Checkpointer(StepHooks):
                 f"THE CHECKPOINT OF ITERATION {outcome.iteration} WAS NOT SAVED; the last one of this run is {newest}"
             )
             self._log_warning("\n  ".join([heading, *outcome.problems]))
-            return outcome
-        self.last_saved = outcome.iteration
-        self._export_weights(outcome)
-        waited = f", while training waited {outcome.blocked:.2f} s" if self.config.checkpoint.async_save else ""
-        self._log_info(
-            f"saved checkpoint {outcome.folder}: {_size_and_speed_text(outcome.size, outcome.seconds)}{waited}"
-        )
+        else:
+            self.last_saved = outcome.iteration
+            self._export_weights(outcome)
+            waited = f", while training waited {outcome.blocked:.2f} s" if self.config.checkpoint.async_save else ""
+            self._log_info(
+                f"saved checkpoint {outcome.folder}: {_size_and_speed_text(outcome.size, outcome.seconds)}{waited}"
+            )
+        for hook in self.trainer.hooks:
+            hook.after_save(outcome)
         return outcome
 
     def _export_weights(self, outcome: SaveOutcome) -> None:

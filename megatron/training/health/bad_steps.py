@@ -2,7 +2,7 @@
 
     validator.begin_step(work)             keeps the random states, in case the step has to be repeated
     validator.accept_update(losses, norm)  False: the update is skipped, weights and optimizer state stay as they were
-    validator.problem                      why, in words; the training loop decides what follows (`--on-bad-step`)
+    validator.after_iteration(session)     the bad step is logged, and what follows is decided (`--on-bad-step`)
 
 Bad is a loss or gradient norm that is not finite; with --check-for-spiky-loss a loss far from what the last steps let
 expect; with --check-for-large-grads a gradient norm ten times the largest of theirs (Megatron's factor). To ask costs a
@@ -15,6 +15,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,8 +26,11 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.health.failure_dump import write_failure_dump
 from megatron.training.health.failures import failure_folder, rank_and_node_text
-from megatron.training.state.hooks import StepHooks
+from megatron.training.state.hooks import RollBackRequest, RunStop, StepHooks
 from megatron.training.state.step import StepWork
+
+if TYPE_CHECKING:
+    from megatron.training.loop import TrainingSession
 
 _KEPT, _NEEDED = 100, 20  # good steps that are remembered, and without which nothing counts as unusual
 _LARGE = 10.0  # times the largest
@@ -35,12 +39,8 @@ _SHOWN = 4  # ranks in a message
 _SCALE = 1.4826  # of the median of deviations, for the standard deviation of a normal distribution
 
 
-class BadStepError(Exception):
+class BadStepError(RunStop):
     """A step's loss or gradient norm is bad, and the run ends."""
-
-
-class RollBackRequest(Exception):
-    """Raised after a bad step when the run is to go back to its last checkpoint."""
 
 
 class StepHistory:
@@ -93,10 +93,16 @@ class StepValidator(StepHooks):
         self.passed_over: set[int] = set()
         self._streams: dict[str, Tensor] = {}
         self.largest: list[Tensor] = []  # of the gradients of this rank alone, one a bucket
+        self._num_samples = 0  # of the step
+
+    def reason_to_skip(self, iteration: int) -> str:
+        """Return the flag by which the run went back to before this iteration, which was bad."""
+        return "--on-bad-step rollback" if iteration in self.passed_over else ""
 
     def begin_step(self, work: StepWork) -> None:
         """Reset the verdict, and keep the random states for a failure dump."""
         self.problem, self.largest = "", []
+        self._num_samples = work.num_microbatches * work.trainer.batches.unit
         self._streams = {name: state.clone() for name, state in work.trainer.run.streams.state().items()}
 
     def accept_update(self, work: StepWork, losses: Mapping[str, Tensor], norm: Tensor) -> bool:
@@ -133,6 +139,16 @@ class StepValidator(StepHooks):
         theirs = list(filter(None, collectives.gather_objects(mine, work.trainer.run.mesh.world)))
         more = f" and of {len(theirs) - _SHOWN} more" if len(theirs) > _SHOWN else ""
         return f"; first not finite in the {', the '.join(theirs[:_SHOWN])}{more}" if theirs else ""
+
+    def after_iteration(self, session: TrainingSession) -> None:
+        """After a bad step do as --on-bad-step says; raises unless the run goes on."""
+        if not self.problem:
+            return
+        run = session.trainer.run
+        run.progress.skipped_train_samples += self._num_samples
+        session.report_steps()
+        run.run_log.add("bad step", iteration=run.progress.iteration, samples=self._num_samples, reason=self.problem)
+        run.print_rank_0(f"WARNING: {self.decide_after_bad_step(run.progress.iteration)}")
 
     def decide_after_bad_step(self, iteration: int) -> str:
         """Apply --on-bad-step: raise `BadStepError` or `RollBackRequest`, or return what to say of the skipped step."""

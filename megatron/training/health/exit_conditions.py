@@ -37,15 +37,18 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from megatron.core.config.settings.run import LogConfig, TrainConfig
+from megatron.core.parallel.device import profiler_activities
+from megatron.core.parallel.late_reduction import LaggedIntegerReduction
 from megatron.training.report.metrics import ResolvedStepMetrics
-from megatron.training.state.run import TerminationSignalState
+from megatron.training.state.hooks import RunStop
+from megatron.training.state.run import RunContext, TerminationSignalState
 
 # Seconds in which a second SIGINT is the first again: a terminal sends it to all processes, and a launcher passes it on.
 _ONCE = 1.0
 EXIT_CODE = 128 + signal.SIGINT
 
 
-class NonFiniteError(Exception):
+class NonFiniteError(RunStop):
     """A loss or a gradient norm is NaN or infinite."""
 
 
@@ -239,6 +242,42 @@ class TorchProfile:
                 self._profiler.export_chrome_trace(str(self._path))
             except (OSError, RuntimeError) as error:  # a full disk ends no run
                 logging.getLogger("megatron").warning(f"WARNING: the profile {self._path} cannot be written: {error}")
+
+
+def exit_conditions_of_run(run: RunContext, *, last_saved: Callable[[], int | None]) -> ExitConditions:
+    """Return the exit conditions of a run, whose questions all ranks answer together. last_saved: the iteration to tell of
+    when Ctrl-C ends the run at once.
+    """
+    config, mesh = run.config, run.mesh
+    vote = LaggedIntegerReduction(mesh.world, mesh.device, "max", first=0)
+
+    def print_interrupted() -> None:
+        saves = "and saves" if config.checkpoint.save else "without a save, for which there is no --save"
+        run.print_rank_0(f"SIGINT: the run ends after this step {saves}; once more (Ctrl-C) ends it at once")
+
+    def log_forced_exit() -> None:
+        last, iteration = last_saved(), run.progress.iteration
+        run.run_log.add("end", reason="SIGINT, twice", iteration=iteration, failed=True)
+        run.print_rank_0(
+            f"SIGINT again: the run ends at once, in iteration {iteration + 1}; "
+            + (f"its last checkpoint is that of iteration {last}" if last is not None else "it has no checkpoint")
+        )
+
+    return ExitConditions(
+        config.train,
+        agree=lambda yes: bool(vote.reduce_and_wait(yes)),
+        poll=lambda yes: bool(vote.start_and_return_previous(yes)),
+        started=run.started,
+        ending=run.ending,
+        tolerates_overflow=config.precision.fp16 and config.precision.loss_scale is None,
+        profile=TorchProfile.build(
+            config.log,
+            rank=mesh.world.rank,
+            activities=profiler_activities(mesh.device),
+            folder=config.log.tensorboard_dir or config.checkpoint.save or ".",
+        ),
+        interrupts=InterruptHandler(run.ending, first=print_interrupted, last=log_forced_exit),
+    )
 
 
 def _nonfinite_text(step: ResolvedStepMetrics) -> str:

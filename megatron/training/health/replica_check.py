@@ -21,6 +21,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -37,7 +38,11 @@ from megatron.core.parallel.spec import (
 )
 from megatron.core.tensor_parallel.low_precision import delayed_scalings_by_layer
 from megatron.training.health.failures import rank_and_node_text, ranks_text
+from megatron.training.state.hooks import RunStop, StepHooks
 from megatron.training.state.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megatron.training.loop import TrainingSession
 
 _BLOCK = 1 << 16  # words under one set of factors
 _ROWS = 16  # blocks at a time: 4 MB of words
@@ -46,7 +51,7 @@ _NONE = -(1 << 63)  # no hash of this rank
 _SHOWN = 8  # findings in a message
 
 
-class ReplicaMismatchError(Exception):
+class ReplicaMismatchError(RunStop):
     """Ranks hold different values of what must be the same."""
 
 
@@ -66,7 +71,7 @@ class ReplicatedState:
         return self.axis.rank // self.copies if self.copies else 0
 
 
-class ReplicaCheck:
+class ReplicaCheck(StepHooks):
     """Compares the values that several ranks hold, by hashes. Every method is collective."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -78,6 +83,11 @@ class ReplicaCheck:
         self._powers = torch.tensor(
             [power - (1 << 64 if power >> 63 else 0) for power in powers], device=self.mesh.device
         )
+
+    def after_iteration(self, session: TrainingSession) -> None:
+        """Compare, at --check-weight-hash-across-dp-replicas-interval."""
+        if session.is_due(self.trainer.run.config.faults.check_weight_hash_across_dp_replicas_interval):
+            self.require_equal_replicas()
 
     @torch.no_grad()
     def require_equal_replicas(self) -> None:

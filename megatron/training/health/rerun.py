@@ -21,9 +21,10 @@ import random
 import re
 import socket
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from megatron.training.state.batch import Batch
 from megatron.training.state.step import StepWork, train_step
 from megatron.training.state.trainer import Trainer
 
+StepFunction = Callable[[Iterator[Batch]], StepMetrics]  # trains on the next global batch
 FILE = "rerun.json"  # in --save
 RESTART_ELSEWHERE, REJECTED = 16, 17  # exit codes
 # Relative. Kernels that add in changing order differ by 1e-6 or so; a result is bad by a factor of ten, or is not finite.
@@ -49,6 +51,8 @@ _REPRODUCED = ("rerun_disabled", "first_rerun_reproducible", "second_rerun_repro
 
 class ResultRejectedError(BadStepError):
     """Ends the run since a step's result is bad; its exit code says whether to restart on other devices."""
+
+    saves = True
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -147,8 +151,13 @@ class StepRerun(StepValidator):
             return self._classify_after_restart(self.known, before, step)
         return self._rerun_in_place(before, batches, iteration) if self.problem else step
 
-    def determinism_report(self) -> str:
-        """Return how much two passes differed since the last report; "" but for `report_stats`. Collective."""
+    def reason_to_skip(self, iteration: int) -> str:
+        """Return why the data of an iteration is passed over: it was bad, or rejected by earlier starts of the run."""
+        rejected = "--result-rejected-tracker-filename" if iteration in self.skipped else ""
+        return super().reason_to_skip(iteration) or rejected
+
+    def interval_line(self, steps: int) -> str:
+        """Return how much two passes differed since the last interval; "" but for `report_stats`. Collective."""
         if self.mode != "report_stats":
             return ""
         variation, self.variation = self.variation, {}
@@ -377,6 +386,18 @@ class StepRerun(StepValidator):
             self.trainer.run.log.warning(
                 f"--result-rejected-tracker-filename {path} cannot be written: {error.strerror}"
             )
+
+
+def add_step_validation(trainer: Trainer) -> StepFunction:
+    """Add the hook by which steps are judged, if flags ask for it. Return what makes a step: `train_step`, with reruns."""
+    faults = trainer.run.config.faults
+    if faults.effective_rerun_mode != "disabled":
+        rerun = StepRerun(trainer)
+        trainer.add_hook(rerun)
+        return rerun.train_step_checked
+    if faults.validates_steps:
+        trainer.add_hook(StepValidator(trainer.run.config))
+    return partial(train_step, trainer)
 
 
 def symmetric_relative_difference(a: float, b: float) -> float:

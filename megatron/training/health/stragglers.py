@@ -14,22 +14,23 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import Stopwatch
 from megatron.core.parallel.mesh import Mesh
 from megatron.training.health.failures import rank_and_node_text
+from megatron.training.state.hooks import StepHooks
 
 
-class StragglerDetector:
-    """Times this rank's own work from its creation on, and compares all ranks in its reports."""
+class StragglerDetector(StepHooks):
+    """Times this rank's own work from its creation on, and compares all ranks in the log. count: ranks named at each end."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, *, count: int = 1) -> None:
+        self._mesh, self._count = mesh, count
         self._stopwatch = Stopwatch(mesh.device)
         mesh.flight_recorder.stopwatch = self._stopwatch
         place = f"tensor {mesh.tp.rank}, context {mesh.cp.rank}, pipeline {mesh.pp.rank}, data {mesh.dp.rank}"
         self._places = collectives.gather_objects(f"{rank_and_node_text(mesh.world.rank)} ({place})", mesh.world)
 
-    def report(self, steps: int, *, count: int) -> str:
-        """Return a line on the ranks' own time per step, over `steps` steps. Collective. count: ranks at each end."""
+    def interval_line(self, steps: int) -> str:
+        """Return a line on the ranks' own time per step, over `steps` steps. Collective."""
         seconds = collectives.gather_objects(self._stopwatch.take_seconds() / max(1, steps), self._mesh.world)
-        return straggler_line(seconds, self._places, count=count)
+        return straggler_line(seconds, self._places, count=self._count)
 
 
 def straggler_line(seconds: Sequence[float], places: Sequence[str], *, count: int) -> str:

@@ -27,6 +27,8 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import device_name
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
+from megatron.training.health.failures import annotate_errors
+from megatron.training.health.watchdog import HangDetector
 from megatron.training.launch.launch_info import recorded_environment_variables
 from megatron.training.report.metrics import ResolvedStepMetrics
 from megatron.training.report.run_log import FILE, FORMER_FILE, RunLog, read_run_log_events, to_json_value
@@ -56,6 +58,13 @@ def record_run_start_and_error(run: RunContext) -> Iterator[None]:
     except BaseException as error:
         run.run_log.add("end", reason=f"{type(error).__name__}: {error}", iteration=run.progress.iteration, failed=True)
         raise
+
+
+@contextmanager
+def supervised(run: RunContext) -> Iterator[None]:
+    """Within: the run log says how the run began and failed, a hang is noticed, and errors say where they happened."""
+    with record_run_start_and_error(run), HangDetector(run), annotate_errors(run):
+        yield
 
 
 def add_steps_to_run_log(run_log: RunLog, steps: Sequence[ResolvedStepMetrics]) -> None:

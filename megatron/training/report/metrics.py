@@ -16,7 +16,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -150,6 +152,28 @@ class FlopsPerSample:
         return Throughput(rate, rate * self.seq_length, self.causal_flops * scale, self.square_flops * scale, self.peak)
 
 
+class IntervalClock:
+    """Seconds of training since the last log line, without pauses for evaluations and saves."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def restart(self) -> None:
+        """Begin a new interval."""
+        self._since = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Return the seconds of the interval so far."""
+        return time.perf_counter() - self._since
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the seconds within."""
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
+
+
 class StepMetricsMeter:
     """Collects step metrics on the device. reduce: sums a tensor over the ranks whose losses belong together."""
 
@@ -157,6 +181,11 @@ class StepMetricsMeter:
         self._reduce = reduce
         self._pending: list[StepMetrics] = []
         self._interval: list[ResolvedStepMetrics] = []
+
+    @property
+    def num_steps(self) -> int:
+        """Steps since the last report."""
+        return len(self._interval) + len(self._pending)
 
     def add(self, step: StepMetrics) -> None:
         """Keep a step's metrics, without computing or waiting."""

@@ -22,7 +22,6 @@ from megatron.core.models.t5 import T5Model
 from megatron.core.models.vision import ImageClassifierModel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import OptimizerParamSchedule
-from megatron.core.parallel.device import empty_cache
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.pipeline_parallel.executor import PipelineWork, run_rank_script
 from megatron.core.pipeline_parallel.schedules import forward_only_plan, pipeline_plan_of_run, with_reduction_actions
@@ -50,9 +49,7 @@ Evaluate = Callable[[Sequence[Any], int], Mapping[str, float]]
 
 @dataclass(slots=True)
 class Trainer:
-    """What a step works on. specs, stages, parallels: this rank's chunks in order. schedule: None in evaluation alone.
-    samples: generates for --eval-generate. benchmark: name and evaluation of --online-evaluation-config.
-    """
+    """What a step works on. specs, stages, parallels: this rank's chunks in order. schedule: None in evaluation alone."""
 
     run: RunContext
     forward_step: ForwardStep
@@ -65,8 +62,6 @@ class Trainer:
     scripts: dict[tuple[int, bool], RankScript] = field(default_factory=dict)
     loss_names: tuple[str, ...] | None = None
     note_names: tuple[str, ...] | None = None
-    samples: Samples | None = None
-    benchmark: tuple[str, Evaluate] | None = None
     hooks: list[StepHooks] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -127,8 +122,6 @@ class Trainer:
         for parallel in self.parallels:
             parallel.finish_reduction()
         finalize_gradients(self.optimizer.segments, self.run.mesh)
-        if self.run.config.train.empty_unused_memory_level == 2:
-            empty_cache(self.run.mesh.device)
 
     def set_rates(self) -> None:
         """Give the optimizer the learning rate and weight decay of the next step."""

@@ -99,8 +99,7 @@ def test_samples_are_lines_and_a_page_and_later_lines_count(tmp_path: Path) -> N
 def test_a_run_shows_answers_with_their_rewards() -> None:
     trainer, data = trainer_of(RL)
     train_step(trainer, data)
-    assert trainer.samples is not None
-    shown = trainer.samples(trainer.stages)
+    shown = data.shown_answers()
     assert len(shown) == 4 and all("[reward " in text for _, text in shown)
 
 

@@ -12,8 +12,8 @@ from megatron.core.config.settings.run import CheckpointConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import iteration_of_best_link
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.parallel.mesh import Axis
-from megatron.training import loop
-from megatron.training.loop import note_if_best
+from megatron.training.hooks import evaluation
+from megatron.training.hooks.evaluation import note_if_best
 from megatron.training.state.run import TrainingProgress
 from megatron.training.state.trainer import Trainer
 from tests.helpers.checkpoints import complete_iterations
@@ -34,7 +34,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> None:
     def losses_of(trainer: Trainer, batches: object, iterations: int) -> dict[str, float]:
         return {"lm loss": LOSSES[trainer.progress.iteration]}
 
-    monkeypatch.setattr(loop, "evaluate_loss", losses_of)
+    monkeypatch.setattr(evaluation, "evaluate_loss", losses_of)
 
 
 def saved_counters(folder: Path) -> dict[str, object]:

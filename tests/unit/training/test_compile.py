@@ -34,7 +34,9 @@ def compiled(**changes: Any) -> tuple[Trainer, LayerCompiler]:
     """A trainer on this process's ranks, and its compiler."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **changes)))
-    return trainer, LayerCompiler(trainer)
+    compiler = LayerCompiler(trainer)
+    trainer.add_hook(compiler)
+    return trainer, compiler
 
 
 def train_here(changes: Changes, steps: int) -> tuple[list[float], list[float], Held]:
@@ -54,8 +56,8 @@ def test_layers_of_a_kind_are_one_graph_without_breaks_and_train_to_the_same_wei
     eager = train_alone({**changes, "compile": False}, 3)
     with caplog.at_level(logging.INFO, logger="tiny"):
         trainer, compiler = compiled(save=str(tmp_path), **changes)
-        with compiler.log_new_graphs_of_step(1):
-            losses, norms = train_on(trainer, 2)
+        losses, norms = train_on(trainer, 2)
+        compiler.after_iteration(None)
     # One graph for the layer that is recomputed, whose first pass has no gradient, and one for both others.
     assert said(caplog)[0] == "compile by aot_eager: 3 layers whole"
     assert said(caplog)[1].startswith("compile: 2 graphs, no graph breaks; first step ")
@@ -143,10 +145,10 @@ def test_graphs_of_scans_do_not_grow_with_the_length() -> None:
     for length in (1024, 2048):
         sizes = {"seq_length": length, "max_position_embeddings": length, "global_batch_size": 1}
         trainer, compiler = compiled(**{**MODELS["hybrid-packed"], **TRACED, **sizes})
-        with compiler.log_new_graphs_of_step(1):
-            before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-            train_on(trainer, 1)
-            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        train_on(trainer, 1)
+        compiler.after_iteration(None)
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
         torch._dynamo.reset()
     assert counts[0] == counts[1] > 0
 
@@ -233,12 +235,14 @@ def test_graph_breaks_are_counted_with_their_reason_and_later_graphs_are_warned_
         return x + 1
 
     with caplog.at_level(logging.INFO, logger="tiny"):
-        _, compiler = compiled(**TRACED)
+        trainer, compiler = compiled(**TRACED)
         for iteration, (size, dtype) in enumerate(
             ((2, torch.float32),) * 2 + ((3, torch.float32), (4, torch.float32), (4, torch.float64)), start=1
         ):
-            with compiler.log_new_graphs_of_step(iteration):
-                broken(torch.ones(size, dtype=dtype))
+            compiler.begin_step(None)
+            broken(torch.ones(size, dtype=dtype))
+            trainer.progress.iteration = iteration
+            compiler.after_iteration(None)
     _, first, reason, *warnings = said(caplog)
     assert ", 1 graph break; first step" in first and reason.startswith("  1 x ") and "a word to the host" in reason
     assert (

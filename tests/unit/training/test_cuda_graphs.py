@@ -33,14 +33,16 @@ def recorded(**changes: Any) -> tuple[Trainer, LayerGraphCapturer]:
     """A trainer on this process's ranks, and its recordings."""
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(world_size, **{**GRAPHS, **changes})))
-    return trainer, LayerGraphCapturer(trainer, capture)
+    recordings = LayerGraphCapturer(trainer, capture)
+    trainer.add_hook(recordings)
+    return trainer, recordings
 
 
 def train(trainer: Trainer, recordings: LayerGraphCapturer, steps: int) -> tuple[list[float], list[float]]:
     losses, norms = [], []
     for _ in range(steps):
-        with recordings.log_new_graphs_of_step(trainer.progress.iteration + 1):
-            found = train_on(trainer, 1)
+        found = train_on(trainer, 1)
+        recordings.after_iteration(None)
         losses += found[0]
         norms += found[1]
     return losses, norms
@@ -208,8 +210,8 @@ def test_a_recording_waits_for_the_weights_that_are_gathered_beside_it() -> None
     start = parallel.start_gather
     parallel.start_gather = lambda: (left.append(len(parallel._gathering)), start())
     for iteration in range(1, 4):
-        with recordings.log_new_graphs_of_step(iteration):
-            train_step(trainer, tiny.short_run_batches(trainer.run, iteration))
+        train_step(trainer, tiny.short_run_batches(trainer.run, iteration))
+        recordings.after_iteration(None)
     assert left == [0, 0, 0] and len(parallel._gathering) > 2, (
         "all that was under way was waited for, by recorded layers too"
     )

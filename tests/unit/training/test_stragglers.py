@@ -41,7 +41,7 @@ def slowed(layout: dict[str, int], slow: int) -> str:
     trainer = build_trainer(run, tiny.gpt, forward_step)
     stragglers = StragglerDetector(run.mesh)
     train_on(trainer, 2)
-    return stragglers.report(2, count=1)
+    return stragglers.interval_line(2)
 
 
 def test_a_slow_rank_is_named_and_its_neighbours_are_not_blamed(world: Worlds) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from megatron.core.kernels.choice.table import KernelRequirements, select_kernel
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
-from megatron.training.health.bad_steps import StepValidator
+from megatron.training.hooks.default import default_hooks
 from megatron.training.loader import build_split_batches
 from megatron.training.loop import TrainingSession
+from megatron.training.state.step import train_step
 from megatron.training.state.trainer import build_trainer
 from megatron.verify.compare.contents import matches_pattern
 from megatron.verify.state_inventory import INVENTORY, StateCategory, expected_state_names
@@ -95,17 +97,22 @@ def session(flags: list[str], folder: Path) -> Iterator[TrainingSession]:
         ),
     )
     trainer = build_trainer(run, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
-    checkpoint = Checkpointer(trainer)
+    hooks, checkpoint = default_hooks(trainer), Checkpointer(trainer)
+    for hook in hooks:
+        trainer.add_hook(hook)
     with closing(build_split_batches(trainer, pretrain_gpt.datasets_provider)) as data:
-        yield TrainingSession(trainer, checkpoint, data, StepValidator(run.config))
+        one = TrainingSession(trainer, checkpoint, data, partial(train_step, trainer))
+        for hook in trainer.hooks:
+            hook.begin_run(one)
+        yield one
         checkpoint.wait_for_save_outcome()
 
 
 def train(one: TrainingSession, steps: int = 5) -> None:
     """Train, evaluate, report and save as the loop does."""
-    with one._exit_conditions() as watch:
-        for _ in range(steps):
-            one._run_iteration(watch)
+    one.total = one.trainer.progress.iteration + steps
+    with one.watch:
+        one._train()
 
 
 # Patterns of places -> why what is there need not be saved.
@@ -131,7 +138,9 @@ DERIVED = {
     ("trainer.stages.*.recorded*",): "choices of experts of the last step, for a replay (--moe-enable-routing-replay)",
     ("trainer.run.timers.*",): "time spent, which is only reported",
     ("data.*",): "samples read ahead; which come next follows from the counters",
-    ("meter.*", "writers.*", "notes*", "since", "steps_since", "reported_memory", "failed_saves"): "reports",
+    ("meter.*", "writers.*", "clock.*", "total", "trainer.hooks.*.reported_memory"): "reports",
+    ("watch.*",): "signals and questions of this process, for which a resumed run waits anew",
+    ("trainer.hooks.*.num_microbatches",): "of the batch that the counters say",
     ("checkpoint.*",): "what is known of the folder of checkpoints, found again there",
 }
 
