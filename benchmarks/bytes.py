@@ -36,8 +36,8 @@ from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.tensor_parallel.cross_entropy import fused_linear_cross_entropy, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.region import TensorParallelRegion
+from megatron.core.transformer.blocks import make_layer
 from megatron.core.transformer.context.forward_context import ForwardContext
-from megatron.core.transformer.layer import TransformerLayer
 from megatron.plan.simulate.recorder import StepRecorder
 from megatron.training.state.step import train_step
 from tests.helpers import tiny
@@ -102,7 +102,7 @@ def kept_here(changes: Changes) -> int:
     run = tiny.run_of(
         tiny.config(ranks, **{**SHAPE, **dropout, "bf16": True, "tensor_model_parallel_size": ranks, **changes})
     )
-    layer = TransformerLayer(network_layer_plans(run.config.model)[0], run.layer_build_context)
+    layer = make_layer(network_layer_plans(run.config.model)[0], run.layer_build_context)
     set_global_param_names(layer)
     materialize_parameters(layer, run.mesh, 1)
     parameters_memory = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}

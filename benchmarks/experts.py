@@ -168,7 +168,7 @@ def layer_beside_dense(
     times = seconds(
         [
             forward_and_backward(
-                lambda layer=layer: layer(x, None, ForwardContext(AttentionMaskSpec()))[0], [x, *layer.parameters()]
+                lambda layer=layer: layer(x, ForwardContext(AttentionMaskSpec())), [x, *layer.parameters()]
             )
             for layer in (experts, dense)
         ],
@@ -205,9 +205,7 @@ def travel(changes: dict[str, Any], ranks: int, dispatcher: str, tokens: int) ->
     rows = dataclasses.replace(rows, tokens=rows.tokens.detach().requires_grad_(), weights=rows.weights.detach())
     whole, alone = seconds(
         [
-            forward_and_backward(
-                lambda: layer(x, None, ForwardContext(AttentionMaskSpec()))[0], [x, *layer.parameters()]
-            ),
+            forward_and_backward(lambda: layer(x, ForwardContext(AttentionMaskSpec())), [x, *layer.parameters()]),
             forward_and_backward(lambda: layer.experts(rows), [rows.tokens, *layer.experts.parameters()]),
         ],
         device,

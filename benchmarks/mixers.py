@@ -94,7 +94,7 @@ def main() -> None:
     for name, mixer in ours().items():
         ways: dict[str, tuple[Any, nn.Module]] = {
             "transformers": (lambda x, other=others[name]: other(x.transpose(0, 1)), others[name]),
-            "ours": (lambda x, mixer=mixer: mixer(x, None, context)[0], mixer),
+            "ours": (lambda x, mixer=mixer: mixer(x, context), mixer),
         }
         if args.compile:
             ways["compiled"] = (torch.compile(ways["ours"][0], fullgraph=True, dynamic=False), mixer)

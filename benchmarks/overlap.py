@@ -305,7 +305,7 @@ def expert_here(delay: float) -> tuple[list[float], float]:
             patch.object(MoELayer, "_shared_experts_output", slept),
             torch.no_grad(),
         ):
-            layer(torch.ones(8, 1, 32), None, ForwardContext(AttentionMaskSpec()))
+            layer(torch.ones(8, 1, 32), ForwardContext(AttentionMaskSpec()))
 
     plain, overlapped = layers
     seconds = timed(lambda: go(plain, None), lambda: go(plain, Link(delay)), lambda: go(overlapped, Link(delay)))

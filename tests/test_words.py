@@ -78,7 +78,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "holders_of": "quantized_weights_by_param",
         "seed_of": "derive_seed",
         "memory_of": "storage_id_and_offset",
-        "dropping_output": "run_recomputing_intermediate",
+        "dropping_output": "recomputable",
         "are_together": "can_overlap",
         "two_by_two": "one_f_one_b_dual_batch",
         "copied_ranges": "replicated_ranges",

@@ -56,6 +56,7 @@ SMALL_FOR_A_REASON: Mapping[str, str] = {
     "megatron/core/config/settings/*": "one section of the settings a file",
     "megatron/core/families/gpt2.py": "one family a file",
     "megatron/core/kernels/external/*": "one optional package a file",
+    "megatron/core/models/memory_layer.py": "layers of one network, which leave the core with it",
     "megatron/core/tokenizers/bpe.py": "one kind of tokenizer a file",
     "megatron/core/tokenizers/wordpiece.py": "one kind of tokenizer a file",
     "megatron/rl/environments/*": "one environment a file",

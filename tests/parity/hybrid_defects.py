@@ -18,12 +18,13 @@ from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.models.mtp import MultiTokenPrediction
 from megatron.core.parallel.spec import FusedWeightSegment, Initial
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear
+from megatron.core.transformer.blocks import Block
 from megatron.core.transformer.context import rope
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
-from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.mixers import gated_delta_net, mamba
 from megatron.core.transformer.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from megatron.core.transformer.mixers.mamba import GatedNorm, MambaMixer, MambaSizes
+from megatron.core.transformer.sublayers import MultipliedMamba
 from tests.parity.defect import Defect, sum_replicated_but
 
 _make_column = LayerBuildContext.make_column_linear
@@ -143,22 +144,16 @@ def _layers_of_the_first_depth(self: MultiTokenPrediction, *inputs: Any) -> Tens
         self.layers = layers
 
 
-def _one_after_the_other(
-    self: TransformerLayer, x: Tensor, norm: Any, context: Any, bias: Any = None
-) -> tuple[Tensor, Tensor]:
+def _one_after_the_other(self: Block, normed: Tensor, context: Any, bias: Any = None) -> Tensor:
     assert self.self_attention is not None and self.mixer is not None
-    normed = x if norm is None else norm(x)
-    attended, _ = self.self_attention(normed, None, context, bias)
-    return attended + self.mixer(normed + attended, None, context)[0], normed
+    attended = self.self_attention(normed, context, bias)
+    return attended + self.mixer(normed + attended, context)
 
 
-def _factors_one_place_off(self: MambaMixer, projected: Tensor) -> Any:
-    factors = self.factors
-    self.factors = (*factors[1:], *factors[:1])
-    try:
-        return _split(self, projected)
-    finally:
-        self.factors = factors
+def _factors_one_place_off(self: MultipliedMamba, projected: Tensor) -> Any:
+    factors = self.build.model.multipliers.mamba_factors
+    parts = _split(self, projected)
+    return tuple(part * factor for part, factor in zip(parts, (*factors[1:], *factors[:1]), strict=True))
 
 
 def _rates_below_one(model: ModelConfig) -> DeltaNetSizes:
@@ -257,12 +252,12 @@ HYBRIDS: tuple[Defect, ...] = (
     Defect(
         "Mamba-2 beside attention sees what attention adds",
         (("tp2 sp", "parallel"), ("cp2", "parallel")),
-        ((TransformerLayer, "_attention_plus_mamba", _one_after_the_other),),
+        ((Block, "_attention_plus_mamba", _one_after_the_other),),
     ),
     Defect(
         "the factors of z, x, B, C and dt stand one place off",
         (("tp2 sp", "parallel"),),
-        ((MambaMixer, "_split_projection", _factors_one_place_off),),
+        ((MultipliedMamba, "_split_projection", _factors_one_place_off),),
     ),
     Defect(
         "the attention of Bamba turns whole heads",

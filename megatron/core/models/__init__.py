@@ -8,6 +8,7 @@ mtp.py              multi-token prediction
 bert.py             encoders with a masked-language-model head
 classify.py         encoders with a classification head
 t5.py               encoder-decoder transformers
+memory_layer.py     their decoder's layers, with cross attention
 describe.py         names, shapes and counts of parameters, from the network on the meta device
 on_meta.py          networks on the meta device
 flops.py            FLOPs and memory from the config

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from megatron.core.config.plan.layers import LayerPlan, mtp_depth_layer_plans
 from megatron.core.parallel.recompute import recompute
 from megatron.core.parallel.spec import FusedWeightSegment
+from megatron.core.transformer.blocks import make_layer
 from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
-from megatron.core.transformer.layer import TransformerLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class MTPTransformerLayers(nn.Module):
 
     def __init__(self, plans: Sequence[LayerPlan], build: LayerBuildContext) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(TransformerLayer(plan, build) for plan in plans)
+        self.layers = nn.ModuleList(make_layer(plan, build) for plan in plans)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Run the layers. x: [s or s/tp, b, h]; returns the same shape."""
@@ -123,9 +123,7 @@ class MTPLayer(nn.Module):
         self.enorm, self.hnorm = build.make_norm(size), build.make_norm(size)
         self.eh_proj = build.make_column_linear(2 * size, (FusedWeightSegment(size),), bias=False)
         rows = mtp_depth_layer_plans(model, depth)
-        self.mtp_model_layer = (
-            MTPTransformerLayers(rows, build) if model.is_hybrid else TransformerLayer(rows[0], build)
-        )
+        self.mtp_model_layer = MTPTransformerLayers(rows, build) if model.is_hybrid else make_layer(rows[0], build)
         self.final_layernorm = build.make_norm(size)
 
     def forward(self, x: Tensor, vectors: Tensor, context: ForwardContext) -> Tensor:

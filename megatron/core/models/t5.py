@@ -20,6 +20,7 @@ from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.models.embedding import Embedding
+from megatron.core.models.memory_layer import make_memory_layer
 from megatron.core.models.output_heads import LanguageModelHead, output_layer_weight
 from megatron.core.models.stage_model import StageModel
 from megatron.core.parallel.spec import set_global_param_names
@@ -52,7 +53,9 @@ class T5Model(StageModel):
         ends_encoder = bool(encoder) and encoder[-1].index == model.encoder_num_layers - 1
         self.encoder = TransformerStack(encoder, build, final_norm=ends_encoder) if encoder else None
         self.decoder = (
-            TransformerStack(decoder, build, final_norm=stage.has_output) if decoder or stage.has_output else None
+            TransformerStack(decoder, build, final_norm=stage.has_output, make_layer=make_memory_layer)
+            if decoder or stage.has_output
+            else None
         )
         self.output_layer = (
             LanguageModelHead(build, self.embedding, bias=model.add_bias_linear) if stage.has_output else None
@@ -97,9 +100,9 @@ class T5Model(StageModel):
         if self.encoder is not None:
             memory = self._run_encoder(memory, tables, encoder_padding)
         if self.decoder is not None:
-            context = self._decoder_context(state, encoder_padding)
+            context = self._decoder_context(state, memory, encoder_padding)
             bias = self._relative_score_bias(tables, state, causal=True)
-            state = self.decoder(state, context, bias=bias, memory=memory)
+            state = self.decoder(state, context, bias=bias)
         if self.output_layer is None:
             return (state, memory, *tables)
         return self.output_layer(state, self.output_weight(), labels)
@@ -121,24 +124,24 @@ class T5Model(StageModel):
         assert self.embedding is not None and self.decoder is not None and self.output_layer is not None, _WHOLE
         positions = torch.full_like(ids, place)
         state = self.embedding(ids, positions)
-        context = replace(self._decoder_context(state, padding, positions), cache=cache)
+        context = replace(self._decoder_context(state, memory, padding, positions), cache=cache)
         bias = None
         if tables:
             bias = relative_score_bias(tables[0][1], place + 1, self.build.model.rope, causal=True)[:, :, -1:]
-        return self.output_layer(self.decoder(state, context, bias=bias, memory=memory), self.output_weight())
+        return self.output_layer(self.decoder(state, context, bias=bias), self.output_weight())
 
     def output_weight(self) -> Tensor:
         """Return the matrix of the output layer [v/tp, h]: its own, or the embedding's."""
         return output_layer_weight(self.output_layer, self.embedding)
 
     def _decoder_context(
-        self, state: Tensor, padding: Tensor | None, positions: Tensor | None = None
+        self, state: Tensor, memory: Tensor, padding: Tensor | None, positions: Tensor | None = None
     ) -> ForwardContext:
         table, memory_mask = (
             rotary_table_for(self.build, state, positions),
             AttentionMaskSpec(causal=False, padding=padding),
         )
-        return ForwardContext(AttentionMaskSpec(), table, memory_mask=memory_mask)
+        return ForwardContext(AttentionMaskSpec(), table, memory, memory_mask)
 
     def _embed_inputs(self, encoder_ids: Tensor, decoder_ids: Tensor) -> Message:
         """Return the first message: decoder and encoder embeddings [s or s/tp, b, h], and any stacked bias tables."""

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.config.plan.layers import StageSpec, network_layer_plans, partition_into_stages
+from megatron.core.config.plan.layers import LayerPlan, StageSpec, network_layer_plans, partition_into_stages
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RecomputeConfig, TrainConfig
@@ -32,12 +32,14 @@ from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import (
     FusedWeightSegment,
     ParamSpec,
+    constant_initializer,
     meta_parameter,
     normal_initializer,
     param_spec_of,
     set_global_param_names,
 )
 from megatron.core.tensor_parallel.overlapped_matmul import MatmulOverlapOptions
+from megatron.core.transformer.blocks import PreNorm, make_layer
 from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.stack import TransformerStack
@@ -86,6 +88,38 @@ class PatchEmbedding(nn.Module):
         return torch.cat((first, resized[0].flatten(1).t()))
 
 
+class LayerScale(nn.Module):
+    """x times a learned factor for each channel of the residual stream (Touvron et al., 2021). initial: of all factors."""
+
+    def __init__(self, build: LayerBuildContext, initial: float) -> None:
+        super().__init__()
+        size, axes = build.model.hidden_size, build.tp_region.gradient_sum_axes
+        spec = ParamSpec((size,), constant_initializer(initial), "vector", sum_over=axes)
+        self.weight = meta_parameter(spec, build.mesh, build.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x times the learned factor of each channel. x: [s or s/tp, b, h]."""
+        return x * self.weight
+
+
+class ScaledPreNorm(PreNorm):
+    """x + scale * attention(norm(x)), then x + scale * mlp(norm(x)), each with a scale of its own: InternViT, DINOv2."""
+
+    def __init__(self, plan: LayerPlan, build: LayerBuildContext) -> None:
+        super().__init__(plan, build)
+        assert build.model.layer_scale is not None, "an encoder without scales has plain layers"
+        self.attention_scale = LayerScale(self.build, build.model.layer_scale)
+        self.mlp_scale = LayerScale(self.build, build.model.layer_scale)
+
+    def attention_block(self, x: Tensor, context: ForwardContext, bias: Tensor | None = None) -> Tensor:
+        """Return x + scale * attention(norm(x)). See `Block.forward`."""
+        return x + self.dropout(self.attention_scale(self.token_mixer(self.input_layernorm(x), context, bias)))
+
+    def mlp_block(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return x + scale * mlp(norm(x)). x: [s or s/tp, b, h]."""
+        return x + self.dropout(self.mlp_scale(self.mlp(self.pre_mlp_layernorm(x), context)))
+
+
 class VisionEncoder(nn.Module):
     """One stage of a headless vision transformer: patch embedding (first stage), layers. build: of a "vit"."""
 
@@ -93,7 +127,12 @@ class VisionEncoder(nn.Module):
         super().__init__()
         vision = build.model.vision
         self.embedding = PatchEmbedding(build) if stage.has_embedding else None
-        self.encoder = TransformerStack(stage.layers, build, final_norm=stage.has_output and vision.has_final_norm)
+        self.encoder = TransformerStack(
+            stage.layers,
+            build,
+            final_norm=stage.has_output and vision.has_final_norm,
+            make_layer=make_layer if build.model.layer_scale is None else ScaledPreNorm,
+        )
 
     def forward(self, images: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """Return states [tokens, b, h] of images [b, channels, height, width] (first stage), or of hidden states."""

@@ -7,6 +7,7 @@ again from the same inputs and the same random states, then differentiates (Chen
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,17 +73,24 @@ def recompute(
     return _Recompute.apply(function, streams, axis, *tensors)
 
 
-def run_recomputing_intermediate(
-    first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Any], x: Tensor
-) -> tuple[Any, Tensor]:
-    """Return (second(first(x)), first(x)); what `second` saves of first(x) for its backward pass is recomputed there.
+def recomputable(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return function(x), with a note on it how `apply_recomputing_input` can compute it again. x: any shape.
 
-    x: any shape. Cheaper than recomputing both: `first` is a norm, `second` a matmul that needs its input but not its
-    output.
+    For a function that is cheap to repeat, such as a norm, before one that is not and needs its input only, such as a matmul.
     """
-    intermediate = first(x)
-    position, source = storage_id_and_offset(intermediate), x.detach()
+    result, source = function(x), x.detach()
+    result.compute_again = partial(function, source)  # type: ignore[attr-defined]
+    return result
 
+
+def apply_recomputing_input(function: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """Return function(x); what it saves of x for its backward pass is computed again there, if x (any shape) is `recomputable`."""
+    compute_again = getattr(x, "compute_again", None)
+    if compute_again is None:
+        return function(x)
+    position, num_elements = storage_id_and_offset(x), x.numel()
+
+    # By place and size, since a matmul saves its input as a matrix, which is another view of the same elements.
     def pack_saved_tensor(tensor: Tensor) -> Any:
         same = storage_id_and_offset(tensor) == position and tensor.numel() == num_elements and tensor.is_contiguous()
         return tensor.shape if same else tensor
@@ -91,11 +99,10 @@ def run_recomputing_intermediate(
         if isinstance(packed, Tensor):
             return packed
         with torch.no_grad():
-            return first(source).view(packed)
+            return compute_again().view(packed)
 
-    num_elements = intermediate.numel()
     with torch.autograd.graph.saved_tensors_hooks(pack_saved_tensor, unpack_saved_tensor):
-        return second(intermediate), intermediate
+        return function(x)
 
 
 def run_recomputing_intermediates(

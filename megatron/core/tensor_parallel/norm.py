@@ -9,6 +9,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.kernels.choice.table import Kernels
 from megatron.core.kernels.ops.reference import accumulation_dtype_of
 from megatron.core.parallel.mesh import Mesh
+from megatron.core.parallel.recompute import recomputable
 from megatron.core.parallel.spec import Kind, ParamSpec, constant_initializer, meta_parameter
 
 
@@ -16,7 +17,8 @@ class Norm(nn.Module):
     """LayerNorm or RMSNorm over the last dimension.
 
     model: says which of them, its epsilon, and whether the stored weight is the scale minus one. sum_over: axes whose
-    ranks each see a share of the positions or heads. Returns the module's own format whatever the residual's is.
+    ranks each see a share of the positions or heads. recomputed: matmuls that save its output may compute it again instead.
+    Returns the module's own format whatever the residual's is.
     """
 
     def __init__(
@@ -29,8 +31,10 @@ class Norm(nn.Module):
         mesh: Mesh,
         dtype: torch.dtype,
         kind: Kind = "vector",
+        recomputed: bool = False,
     ) -> None:
         super().__init__()
+        self.recomputed = recomputed
         self.epsilon, self.one_plus, self.kernels = model.norm_epsilon, model.apply_layernorm_1p, kernels
         scale = constant_initializer(0.0 if self.one_plus else 1.0)
         self.weight = meta_parameter(ParamSpec((size,), scale, kind, sum_over=sum_over), mesh, dtype)
@@ -39,6 +43,9 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x [..., size]; returns the same shape, in the dtype of the weight."""
+        return recomputable(self._normalize, x) if self.recomputed else self._normalize(x)
+
+    def _normalize(self, x: Tensor) -> Tensor:
         scale = effective_norm_weight(self.weight, x.dtype, one_plus=self.one_plus)
         x = x.to(scale.dtype)
         if self.bias is None:

@@ -4,14 +4,14 @@ context/                  what every layer's constructor and forward pass receiv
 adapters.py               adapters beside the linear layers of a layer, those of experts
 dropout.py                dropout from a named random stream
 mixers/                   attention, latent attention, Mamba-2 and the gated delta net
-cross_attention.py        attention to what an encoder made
 relative.py               T5's relative positions
 mlp.py                    dense and gated MLP
 router.py                 which experts each token uses
 expert_balance.py         what keeps the choice of experts even
 dispatch.py               tokens to their experts, and back
 moe.py                    experts as grouped matmuls, shared experts, and the layer of both
-layer.py                  Layer: what a LayerPlan says, in order
+sublayers.py              which mixer and which MLP a LayerPlan names, and both with fixed factors
+blocks.py                 Block: a layer; a class for each order of norms, sublayers and sums
 stack.py                  the layers of one stage, and their recomputation
 activation_offloading.py  which parts of a stage send their activations to the CPU
 """

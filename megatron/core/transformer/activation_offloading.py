@@ -20,7 +20,7 @@ from torch import nn
 
 from megatron.core.config.settings.run import ActivationOffloadConfig
 from megatron.core.parallel.offload import ActivationOffload, disable_activation_offload, wrap_forward_in_context
-from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.blocks import Block
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.stack import TransformerStack
 
@@ -31,7 +31,7 @@ def set_up_activation_offload(stage: nn.Module, config: ActivationOffloadConfig,
         return
     offload = ActivationOffload(device, config.min_offloaded_tensor_size)
     wrap_forward_in_context(stage, partial(_start_offloaded_forward, offload))
-    layers = [layer for layer in stage.modules() if isinstance(layer, TransformerLayer)]
+    layers = [layer for layer in stage.modules() if isinstance(layer, Block)]
     chosen = layers[: config.cpu_offloading_num_layers]
     for layer in chosen:
         wrap_forward_in_context(layer, partial(offload.offloading, layer))
@@ -53,7 +53,7 @@ def _start_offloaded_forward(offload: ActivationOffload) -> AbstractContextManag
     return nullcontext()
 
 
-def _offloadable_modules(layer: TransformerLayer) -> Iterator[tuple[str, nn.Module]]:
+def _offloadable_modules(layer: Block) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name for --offload-modules, module) of a layer; "" for a module whose activations are never offloaded."""
     mixer, experts = layer.self_attention or layer.mixer, layer.mlp.experts if isinstance(layer.mlp, MoELayer) else None
     result: list[tuple[str, nn.Module | None]] = [

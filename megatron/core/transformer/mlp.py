@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, meta_parameter
 from megatron.core.transformer.context.forward_context import ForwardContext
-from megatron.core.transformer.context.layer_build_context import LayerBuildContext, multiply_unless_one
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 
 
 class MLP(nn.Module):
@@ -30,17 +29,12 @@ class MLP(nn.Module):
         )
         self.gate_weight = meta_parameter(gate, build.mesh, build.dtype) if weighs else None
 
-    def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Return the MLP's output and norm(x), like x [s or s/tp, b, h]; norm None: x is already normed."""
+    def forward(self, normed: Tensor, context: ForwardContext) -> Tensor:
+        """Return the MLP's output. normed: [s or s/tp, b, h]; returns like it."""
+        # A kernel may add the bias together with the activation.
         skips = self.build.adds_bias_in_activation
-        linear = partial(self.linear_fc1, skip_bias_add=True) if skips else self.linear_fc1
-        bias = self.linear_fc1.bias if skips else None
-        wide, normed = self.build.apply_norm_then_linear(norm, linear, x)
-        gate_factor, output_factor = self.build.model.multipliers.mlp_factors
-        if gate_factor != 1.0:
-            gate, up = wide.chunk(2, dim=-1)
-            wide = torch.cat((gate * gate_factor, up), dim=-1)
-        output = multiply_unless_one(self.linear_fc2(self.build.apply_activation(wide, bias)), output_factor)
+        wide = self.build.project(partial(self.linear_fc1, skip_bias_add=skips), normed)  # [s, b, f/tp], gated 2 f/tp
+        output = self.linear_fc2(self.build.apply_activation(wide, self.linear_fc1.bias if skips else None))
         if self.gate_weight is not None:
-            output = output * F.linear(normed, self.gate_weight).sigmoid()
-        return output, normed
+            output = output * self.build.project(partial(F.linear, weight=self.gate_weight), normed).sigmoid()
+        return output

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.kernels.ops import grouped, reference
 from megatron.core.kernels.ops.grouped import weighted_bias_of_expert_rows
-from megatron.core.parallel.recompute import recompute, run_recomputing_intermediate
+from megatron.core.parallel.recompute import apply_recomputing_input, recomputable, recompute
 from megatron.core.parallel.spec import (
     FusedWeightSegment,
     Initial,
@@ -156,9 +156,8 @@ class GroupedMLP(nn.Module):
         given = (rows.weights, self.linear_fc1.bias, rows.counts) if skips else (rows.weights,)
         down = partial(self.linear_fc2, counts=rows.counts, weights=rows.weights)
         if self.build.recomputes_module("moe_act"):
-            return run_recomputing_intermediate(
-                lambda x: recompute(self._activate_and_weigh, self.build.streams, x, *given), down, wide
-            )[0]
+            weighed = recomputable(lambda x: recompute(self._activate_and_weigh, self.build.streams, x, *given), wide)
+            return apply_recomputing_input(down, weighed)
         return down(self._activate_and_weigh(wide, *given))
 
     def _activate_and_weigh(
@@ -186,31 +185,28 @@ class MoELayer(nn.Module):
             moe.moe_token_dispatcher_type, moe.num_experts_or_zero, build.mesh, build.kernels
         )
 
-    def forward(self, x: Tensor, norm: nn.Module | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Run the layer on norm(x). x: [s or s/tp, b, h], before its norm. Returns output and normed input, like x."""
-        return self.build.apply_norm_then_linear(norm, partial(self._route_compute_and_combine, context=context), x)
-
-    def _route_compute_and_combine(self, x: Tensor, *, context: ForwardContext) -> Tensor:
-        """Route, dispatch, compute and combine normed tokens, add the shared experts. x, result: [s or s/tp, b, h]."""
-        moe, region, length = self.build.model.moe, self.build.tp_region, x.shape[0]
-        own = region.scatter_tokens(x)
+    def forward(self, normed: Tensor, context: ForwardContext) -> Tensor:
+        """Route, dispatch, compute and combine tokens, add the shared experts. normed: [s or s/tp, b, h]; returns like it."""
+        moe, region, length = self.build.model.moe, self.build.tp_region, normed.shape[0]
+        own = region.scatter_tokens(normed)
         routing = self.router(own, context, fill=own.shape[0] * region.axis.size - region.whole_sequence_length(length))
         dispatched = self.dispatcher.dispatch(
             own.flatten(0, 1), routing, routing.capacity if moe.moe_pad_expert_input_to_capacity else None
         )
         # while tokens are on their way
-        shared = self._shared_experts_output(x, context) if moe.moe_shared_expert_overlap else None
+        shared = self._shared_experts_output(normed, context) if moe.moe_shared_expert_overlap else None
         outputs = self.experts(dispatched.wait())
         routed = region.undo_scatter_tokens(self.dispatcher.combine(outputs, dispatched).view(own.shape), length)
         if shared is None:
-            shared = self._shared_experts_output(x, context)
+            shared = self._shared_experts_output(normed, context)
         return routed if shared is None else routed + shared
 
-    def _shared_experts_output(self, x: Tensor, context: ForwardContext) -> Tensor | None:
-        """Return the output of the shared experts, like x, recomputed if so configured; None if there are none."""
+    def _shared_experts_output(self, normed: Tensor, context: ForwardContext) -> Tensor | None:
+        """Return the output of the shared experts, like normed, recomputed if so configured; None if there are none."""
         experts = self.shared_experts
         if experts is None:
             return None
         if self.build.recomputes_module("shared_experts"):
-            return recompute(lambda y: experts(y, None, context)[0], self.build.streams, x)
-        return experts(x, None, context)[0]
+            again = partial(recompute, lambda x: experts(x, context), self.build.streams)
+            return self.build.project(again, normed)
+        return experts(normed, context)

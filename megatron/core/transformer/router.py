@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -157,7 +158,7 @@ class TopKRouter(nn.Module):
             with self.build.streams.fork("cut"):  # every rank has tokens of its own
                 x = x * torch.empty_like(x).uniform_(1.0 - noise, 1.0 + noise)
         bias = None if self.bias is None else self.bias.to(self.dtype)
-        return F.linear(x.to(self.dtype), self.weight.to(self.dtype), bias)
+        return self.build.project(partial(F.linear, weight=self.weight.to(self.dtype), bias=bias), x.to(self.dtype))
 
     @staticmethod
     def after_step(routers: Sequence[TopKRouter], *, stepped: bool) -> None:

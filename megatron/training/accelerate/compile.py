@@ -30,8 +30,8 @@ from megatron.core.parallel.main_grad import MainGrad
 from megatron.core.tensor_parallel import compiled_low_precision
 from megatron.core.tensor_parallel.low_precision import LowPrecisionScaling
 from megatron.core.tensor_parallel.norm import Norm
+from megatron.core.transformer.blocks import Block
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
-from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.mixers.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.mixers.mamba import MambaMixer
 from megatron.training.state.hooks import StepHooks
@@ -55,7 +55,7 @@ _HALVES = {"attention_block": "attention", "mlp_block": "MLP"}
 _LIMIT = 64  # graphs of one function: one for each kind of layer, in training, recomputation and evaluation
 
 
-def compile_obstacles_by_method(layer: TransformerLayer) -> dict[str, str]:
+def compile_obstacles_by_method(layer: Block) -> dict[str, str]:
     """Return why each half of a layer cannot be one compiled graph: method name -> reasons, "" if it can."""
     build, model = layer.build, layer.build.model
     both = {
@@ -96,7 +96,7 @@ class LayerCompiler(StepHooks):
         }
         ops |= {op: {scan: scan_of(compile_(span))} for op, (scan, scan_of, span) in _SCANS.items()}
         for stage in trainer.stages:
-            for layer in (part for part in stage.modules() if isinstance(part, TransformerLayer)):
+            for layer in (part for part in stage.modules() if isinstance(part, Block)):
                 kinds[_compile_layer(layer, compile_, ops)] += 1
         parts = "; ".join(_compiled_layers_text(kind, count) for kind, count in kinds.items())
         self._say(f"compile by {config.compile_backend}: {parts or 'no layers here'}")
@@ -144,7 +144,7 @@ def configured_torch_compile(config: CompileConfig) -> Callable[[Callable], Call
 
 
 def _compile_layer(
-    layer: TransformerLayer, compile_: Callable[[Callable], Callable], ops: dict[str, dict[Callable, Callable]]
+    layer: Block, compile_: Callable[[Callable], Callable], ops: dict[str, dict[Callable, Callable]]
 ) -> tuple[tuple[str, str], ...]:
     """Compile what can be compiled of a layer, in place. Return its obstacles, (method name, reasons) pairs."""
     why = compile_obstacles_by_method(layer)
@@ -165,7 +165,7 @@ def _compile_layer(
     return tuple(why.items())
 
 
-def _wrap_with_main_grad_refresh(layer: TransformerLayer, compiled: Callable) -> Callable:
+def _wrap_with_main_grad_refresh(layer: Block, compiled: Callable) -> Callable:
     """Wrap a compiled function so that each call first gives the layer's main gradients new aliases."""
     sums: list[MainGrad] = [param.main_grad for param in layer.parameters() if hasattr(param, "main_grad")]
 

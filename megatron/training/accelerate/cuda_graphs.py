@@ -35,8 +35,8 @@ from megatron.core.kernels.ops.packed_document_starts import PackedDocumentStart
 from megatron.core.parallel import device as devices
 from megatron.core.parallel.device import storage_id_and_offset
 from megatron.core.parallel.main_grad import active_main_grad
+from megatron.core.transformer.blocks import Block
 from megatron.core.transformer.context.forward_context import MicrobatchContext
-from megatron.core.transformer.layer import TransformerLayer
 from megatron.training.state.hooks import StepHooks
 from megatron.training.state.trainer import Trainer
 
@@ -126,9 +126,7 @@ class _GraphedMethod:
     gradients: parameter of the layer -> the view in its bucket where its gradient is summed.
     """
 
-    def __init__(
-        self, layer: TransformerLayer, method: str, recordings: LayerGraphCapturer, parallel: DataParallel
-    ) -> None:
+    def __init__(self, layer: Block, method: str, recordings: LayerGraphCapturer, parallel: DataParallel) -> None:
         self.call: Callable[..., Tensor] = getattr(layer, method)
         self.name = f"layer {layer.plan.index + 1}, {_NAMES[method]},"
         self.recordings, self._layer, self._parallel = recordings, layer, parallel
@@ -197,7 +195,7 @@ class LayerGraphCapturer(StepHooks):
         kinds = Counter[tuple[str, ...]]()
         for stage, parallel in zip(trainer.stages, trainer.parallels, strict=True):
             assert isinstance(parallel, DataParallel), "a rule refuses what gathers weights layer by layer"
-            for layer in (part for part in stage.modules() if isinstance(part, TransformerLayer)):
+            for layer in (part for part in stage.modules() if isinstance(part, Block)):
                 methods = _capturable_methods(layer, self._config.captured_modules)
                 kinds[methods] += 1
                 for method in methods:
@@ -224,15 +222,14 @@ class LayerGraphCapturer(StepHooks):
             )
 
 
-def _capturable_methods(layer: TransformerLayer, modules: Sequence[str]) -> tuple[str, ...]:
+def _capturable_methods(layer: Block, modules: Sequence[str]) -> tuple[str, ...]:
     """Return a layer's methods captured under --cuda-graph-modules; never experts, whose counts the host reads."""
-    whole = layer.cross_attention is not None  # its halves have something between them
     methods = {
         "attn": "" if layer.token_mixer is None else "attention_block",
         "mlp": "mlp_block" if layer.plan.mlp == "dense" else "",
     }
     chosen = tuple(filter(None, (methods[name] for name in modules)))
-    return ("forward",) if (len(chosen) == len(methods) or (whole and len(modules) == len(methods))) else chosen
+    return ("forward",) if len(chosen) == len(methods) else chosen
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:

@@ -28,7 +28,7 @@ from megatron.core.pipeline_parallel.schedules import forward_only_plan, pipelin
 from megatron.core.pipeline_parallel.transfers import RankScript, build_rank_script
 from megatron.core.transformer.activation_offloading import set_up_activation_offload
 from megatron.core.transformer.adapters import freeze_untrained
-from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.blocks import Block
 from megatron.training.state.batch import Batch, LossFunction
 from megatron.training.state.hooks import LowPrecisionAndAfterStepHook, StepHooks
 from megatron.training.state.microbatches import BatchSchedule, StepBatchSize
@@ -190,7 +190,7 @@ def _initialize_and_wrap_stage(run: RunContext, stage: Network) -> Parallel:
 
         return FullySharded(
             stage,
-            [part for part in stage.modules() if isinstance(part, TransformerLayer)],
+            [part for part in stage.modules() if isinstance(part, Block)],
             run.mesh,
             grad_dtype=grad_dtype,
             average=parallel.ddp_average_in_collective,

@@ -12,7 +12,7 @@ from megatron.core.config.rules.engine import broken_rules
 from megatron.core.models.on_meta import build_stage_on_meta
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.tensor_parallel.linear import AdaptableLinear
-from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.blocks import Block
 from megatron.core.transformer.moe import GroupedLinear
 from tests.helpers import tiny
 from tests.parity.table import MODELS
@@ -27,7 +27,7 @@ def test_the_list_of_linear_layers_is_that_of_the_network(name: str) -> None:
     layers = [
         module
         for module in build_stage_on_meta(model, Mesh.single_process(), stage).modules()
-        if isinstance(module, TransformerLayer)
+        if isinstance(module, Block)
     ]
     for layer in layers[: len(stage.layers)]:
         listed = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron.core.models.flops import training_state_bytes_per_param
-from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.blocks import Block
 from megatron.training.state.evaluate import evaluate_loss
 from megatron.training.state.step import train_step
 from tests.helpers import tiny
@@ -65,7 +65,7 @@ def whole_here(changes: dict[str, Any]) -> list[list[bool]]:
     trainer = tiny.trainer_of(
         tiny.run_of(tiny.config(dist.get_world_size(), **{**FSDP, "global_batch_size": 2, **changes}))
     )
-    mlps, seen = [part.mlp for part in trainer.stages[0].modules() if isinstance(part, TransformerLayer)], []
+    mlps, seen = [part.mlp for part in trainer.stages[0].modules() if isinstance(part, Block)], []
     weights = [mlp.linear_fc1 for mlp in mlps] + [trainer.stages[0].embedding.word_embeddings]
 
     def look(*_: Any) -> None:
@@ -138,10 +138,7 @@ def sent_here(changes: dict[str, Any]) -> tuple[dict[str, int], int, int]:
     ):
         train_step(trainer, tiny.short_run_batches(trainer.run, 0))
     inside = sum(
-        param.numel()
-        for part in trainer.stages[0].modules()
-        if isinstance(part, TransformerLayer)
-        for param in part.parameters()
+        param.numel() for part in trainer.stages[0].modules() if isinstance(part, Block) for param in part.parameters()
     )
     return sent, inside, sum(param.numel() for param in trainer.stages[0].parameters()) - inside
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import layer as layers
+from megatron.core.transformer import sublayers
 from megatron.core.transformer.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet
 from megatron.core.transformer.mixers.mamba import MambaMixer, MambaSizes
 from megatron.inference import recurrent_states
@@ -35,8 +35,8 @@ KINDS = {
 def hybrid() -> Iterator[Callable[[str], GPTModel]]:
     """Networks of two layers, whose mixers are those of a kind."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(layers.MIXERS, "mamba", lambda build, plan: MambaMixer(build, MAMBA))
-        patch.setitem(layers.MIXERS, "gated_delta_net", lambda build, plan: GatedDeltaNet(build, DELTA))
+        patch.setitem(sublayers.MIXERS, "mamba", lambda build, plan: MambaMixer(build, MAMBA))
+        patch.setitem(sublayers.MIXERS, "gated_delta_net", lambda build, plan: GatedDeltaNet(build, DELTA))
         yield lambda kind: _network(KINDS[kind])
 
 

@@ -27,8 +27,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.blocks import make_layer
 from megatron.core.transformer.context.forward_context import ForwardContext
-from megatron.core.transformer.layer import TransformerLayer
 from tests.helpers import tiny
 from tests.parity.table import MODELS
 
@@ -157,7 +157,7 @@ def test_activations_of_experts_are_about_what_autograd_keeps(name: str, modules
     }
     settings = tiny.config(**changes)
     run = tiny.run_of(settings)
-    layer = TransformerLayer(network_layer_plans(settings.model)[0], run.layer_build_context)
+    layer = make_layer(network_layer_plans(settings.model)[0], run.layer_build_context)
     set_global_param_names(layer)
     materialize_parameters(layer, run.mesh, seed=1)
     own, kept = {param.untyped_storage().data_ptr() for param in layer.parameters()}, {}

@@ -12,8 +12,8 @@ from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.models import flops
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.blocks import make_layer
 from megatron.core.transformer.context.forward_context import ForwardContext
-from megatron.core.transformer.layer import TransformerLayer
 from tests.helpers import tiny
 
 S = 1200  # three spans of chunks, the last of which is short
@@ -42,7 +42,7 @@ SIZES: dict[str, Any] = {
 def test_a_mixer_keeps_what_the_planner_counts(mixer: str, symbol: str, dtype: str) -> None:
     settings = tiny.config(**SIZES, hybrid_layer_pattern=symbol, **({} if dtype == "fp32" else {dtype: True}))
     run = tiny.run_of(settings)
-    layer = TransformerLayer(network_layer_plans(settings.model)[0], run.layer_build_context)
+    layer = make_layer(network_layer_plans(settings.model)[0], run.layer_build_context)
     set_global_param_names(layer)
     materialize_parameters(layer, run.mesh, seed=1)
     x = torch.randn(S, 1, 64, dtype=run.layer_build_context.dtype, requires_grad=True)
@@ -55,7 +55,7 @@ def test_a_mixer_keeps_what_the_planner_counts(mixer: str, symbol: str, dtype: s
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output, _ = layer.token_mixer(x, None, ForwardContext(AttentionMaskSpec()))
+        output = layer.token_mixer(x, ForwardContext(AttentionMaskSpec()))
     del output
     norm = 2 * 64 * run.layer_build_context.dtype.itemsize  # its input and output
     estimate = flops.layer_activation_bytes_per_token(settings, mlp="none", mixer=mixer) - norm

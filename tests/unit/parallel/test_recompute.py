@@ -5,7 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.parallel.recompute import recompute, run_recomputing_intermediate, run_recomputing_intermediates
+from megatron.core.parallel.recompute import (
+    apply_recomputing_input,
+    recomputable,
+    recompute,
+    run_recomputing_intermediates,
+)
 from megatron.core.parallel.rng import RandomStreams
 
 
@@ -100,7 +105,7 @@ def test_a_dropped_output_is_computed_again_and_changes_no_gradient(shape: tuple
 
     plain = gradients(lambda a: linear(first(a)), both, x)
     assert len(calls) == 1
-    dropped = gradients(lambda a: run_recomputing_intermediate(first, linear, a)[0], both, x)
+    dropped = gradients(lambda a: apply_recomputing_input(linear, recomputable(first, a)), both, x)
     assert len(calls) == 3, "once forward, once more backward"
     assert all(torch.equal(a, b) for a, b in zip(plain, dropped, strict=True))
 
@@ -110,8 +115,8 @@ def test_the_dropped_output_is_handed_back_and_still_takes_gradients() -> None:
     both, x = nn.ModuleList((norm, linear)), torch.randn(4, 6).double()
 
     def with_residual(a: Tensor) -> Tensor:
-        out, middle = run_recomputing_intermediate(norm, linear, a)
-        return out + middle
+        middle = recomputable(norm, a)
+        return apply_recomputing_input(linear, middle) + middle
 
     plain = gradients(lambda a: linear(norm(a)) + norm(a), both, x)
     for a, b in zip(plain, gradients(with_residual, both, x), strict=True):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.parallel import device
-from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.blocks import Block
 from megatron.training.accelerate.compile import LayerCompiler, compile_obstacles_by_method
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.state.trainer import Trainer
@@ -211,7 +211,7 @@ def test_kernels_of_the_compiler_agree_with_eager_ones_and_draw_the_same_dropout
 )
 def test_a_half_that_is_no_single_graph_has_a_reason(changes: Changes, attention: str, mlp: str) -> None:
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(**changes)))
-    layers = [part for part in trainer.stages[0].modules() if isinstance(part, TransformerLayer)]
+    layers = [part for part in trainer.stages[0].modules() if isinstance(part, Block)]
     assert all(
         compile_obstacles_by_method(layer) == {"attention_block": attention, "mlp_block": mlp} for layer in layers
     )

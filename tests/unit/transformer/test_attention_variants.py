@@ -80,9 +80,7 @@ def hidden() -> Tensor:
 
 
 def run_ours(module: nn.Module, run: tiny.RunContext, x: Tensor, positions: Tensor | None = None) -> Tensor:
-    return module(
-        x, None, ForwardContext(AttentionMaskSpec(), rotary_table_for(run.layer_build_context, x, positions))
-    )[0]
+    return module(x, ForwardContext(AttentionMaskSpec(), rotary_table_for(run.layer_build_context, x, positions)))
 
 
 def same(found: Tensor, expected: Tensor, pairs: list[tuple[Tensor, Tensor]], tolerance: float) -> None:
@@ -297,4 +295,4 @@ def test_the_clamped_mlp_is_that_of_gpt_oss() -> None:
     expected = theirs(y.flatten(0, 1), torch.zeros(S * B, 1, dtype=torch.long), torch.ones(S * B, 1).double()).view(
         S, B, H
     )
-    same(module(x, None, ForwardContext(AttentionMaskSpec()))[0], expected, [(x, y)], 1e-11)
+    same(module(x, ForwardContext(AttentionMaskSpec())), expected, [(x, y)], 1e-11)

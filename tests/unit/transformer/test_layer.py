@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.config.plan.layers import uniform_layer_plans
+from megatron.core.config.plan.layers import network_layer_plans, uniform_layer_plans
 from megatron.core.kernels.ops import reference
 from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.blocks import Block
 from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.dropout import Dropout
-from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.stack import TransformerStack
 from tests.helpers import tiny
 from tests.helpers.training import train_on
@@ -27,13 +27,13 @@ S, B, H = 6, 2, 32
 
 def stack_of(layers: int = 1, **changes: Any) -> tuple[TransformerStack, tiny.RunContext]:
     run = tiny.run_of(tiny.config(**{"fp64": True, **changes}))
-    stack = TransformerStack(uniform_layer_plans(layers), run.layer_build_context, final_norm=False)
+    stack = TransformerStack(network_layer_plans(run.config.model)[:layers], run.layer_build_context, final_norm=False)
     set_global_param_names(stack)
     materialize_parameters(stack, run.mesh, seed=2)
     return stack, run
 
 
-def by_hand(layer: TransformerLayer, x: Tensor, run: tiny.RunContext) -> Tensor:
+def by_hand(layer: Block, x: Tensor, run: tiny.RunContext) -> Tensor:
     """x + attention(norm(x)), then x + mlp(norm(x)), one head at a time."""
     model, weights = run.config.model, dict(layer.named_parameters())
 
@@ -147,6 +147,42 @@ def test_dropout_draws_from_its_stream_only() -> None:
     assert dropped.unique().tolist() == pytest.approx([0.0, 1 / 0.75]) and abs(dropped.mean() - 1) < 0.1
     assert not torch.equal(layer(x), dropped)
     assert Dropout(0.0, run.streams, "cut")(x) is x and layer.eval()(x) is x
+
+
+@pytest.mark.parametrize(
+    "changes, norms",
+    [
+        ({}, 2),
+        ({"sandwich_norm": True}, 2),
+        ({"apply_residual_connection_post_layernorm": True}, 2),
+        ({"num_experts": 4, "moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}, 2),
+        ({"parallel_mamba": True, "mamba_num_heads": 8, "mamba_head_dim": 4, "mamba_num_groups": 2}, 2),
+        ({"norm_after_sublayer": True}, 0),
+    ],
+    ids=str,
+)
+def test_recomputed_norms_are_not_kept_for_the_backward_pass_and_change_no_gradient(
+    changes: dict[str, Any], norms: int
+) -> None:
+    x, gradients, kept = torch.randn(S, B, H).double(), [], []
+    for modules in (None, ("layernorm",)):
+        stack, _ = stack_of(recompute_granularity=modules and "selective", recompute_modules=modules, **changes)
+        own, saved = x.clone().requires_grad_(), dict[int, Tensor]()
+        weights = {param.untyped_storage().data_ptr() for param in stack.parameters()}
+
+        # A hook outside, such as that of activation offloading, sees all activations but what hooks inside dropped.
+        def keep(tensor: Tensor, saved: dict[int, Tensor] = saved, weights: set[int] = weights) -> Tensor:
+            if tensor.untyped_storage().data_ptr() not in weights:
+                saved[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = stack(own, ForwardContext(AttentionMaskSpec()))
+        kept.append(sum(tensor.untyped_storage().nbytes() for tensor in saved.values()))
+        output.square().sum().backward()
+        gradients.append([own.grad, *(param.grad for param in stack.parameters())])
+    assert kept[0] - kept[1] == norms * x.nbytes, kept
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("after_norm", [False, True])

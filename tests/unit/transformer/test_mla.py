@@ -120,10 +120,9 @@ def test_latent_attention_is_the_published_formula_and_norms_latents_only_when_a
         ["q_layernorm.weight"] * (compressed is not None) + ["kv_layernorm.weight"]
     ) * normed
     x = torch.randn(S, B, H, dtype=torch.float64)
-    found, normed = layer(x, None, pass_of(run, x))
+    found = layer(x, pass_of(run, x))
     expected = by_hand(layer, x, scale=(STILL + TURNED) ** -0.5, window=None)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-    assert torch.equal(normed, x)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +139,7 @@ def test_windows_layers_without_rotation_and_scales_are_kept_to(
     layer, run = layer_of(window=window, rope=rope, **changes)
     x = torch.randn(S, B, H, dtype=torch.float64)
     expected = by_hand(layer, x, scale=scale, window=None if window is None else window[0], rope=rope)
-    torch.testing.assert_close(layer(x, None, pass_of(run, x))[0], expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(layer(x, pass_of(run, x)), expected, rtol=1e-11, atol=1e-11)
 
 
 def theirs(layer: MultiLatentAttention, changes: dict[str, Any]) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -202,7 +201,7 @@ def test_latent_attention_is_that_of_transformers_forward_and_backward(changes: 
     published, rotations = theirs(layer, changes)
     x = torch.randn(S, B, H)
     ours_in, theirs_in = x.clone().requires_grad_(), x.transpose(0, 1).clone().requires_grad_()
-    found, _ = layer(ours_in, None, pass_of(run, x))
+    found = layer(ours_in, pass_of(run, x))
     mask = torch.full((S, S), -torch.inf).triu(1).expand(B, 1, S, S)
     expected, _ = published(theirs_in, rotations(theirs_in, torch.arange(S).expand(B, S)), mask)
     torch.testing.assert_close(found.transpose(0, 1), expected, rtol=1e-4, atol=1e-5)
@@ -246,12 +245,12 @@ def test_decoding_from_latents_alone_gives_what_the_whole_text_gives(
 ) -> None:
     layer, run = layer_of(window=window, **changes)
     x = torch.randn(S, 1, H, dtype=torch.float64)
-    whole, table = layer(x, None, pass_of(run, x))[0], rotary_table_for(run.layer_build_context, x)
+    whole, table = layer(x, pass_of(run, x)), rotary_table_for(run.layer_build_context, x)
     cache, found, start = Remembered(), [], 0
     for size in steps:
         part = slice(start, start + size)
         own = replace(table, cos=table.cos[part], sin=table.sin[part])
-        found.append(layer(x[part], None, ForwardContext(AttentionMaskSpec(), own, cache=cache))[0])
+        found.append(layer(x[part], ForwardContext(AttentionMaskSpec(), own, cache=cache)))
         start += size
     torch.testing.assert_close(torch.cat(found), whole, rtol=1e-12, atol=1e-12)
     assert cache.keys.shape == (S, 1, 1, LATENT + TURNED), "a token costs its latent and the shared key"
@@ -275,7 +274,7 @@ def test_recomputed_keys_and_values_change_no_gradient_and_are_made_twice(module
     x, found, made = torch.randn(S, B, H, dtype=torch.float64), [], []
     for choice in ({}, {"recompute_granularity": "selective", "recompute_modules": modules}):
         layer, run = layer_of(q_lora_rank=10, qk_layernorm=True, **choice)
-        norm = run.layer_build_context.make_norm(H)
+        norm = run.layer_build_context.make_norm(H, before_matmul=True)
         set_global_param_names(norm)
         materialize_parameters(norm, run.mesh, seed=1)
         calls: list[int] = []
@@ -285,7 +284,7 @@ def test_recomputed_keys_and_values_change_no_gradient_and_are_made_twice(module
         for name, param in layer.named_parameters():
             if "layernorm" in name:
                 torch.nn.init.uniform_(param, 0.5, 1.5)
-        output, _ = layer(own, norm, pass_of(run, x))
+        output = layer(norm(own), pass_of(run, x))
         output.square().sum().backward()
         made.append(len(calls))
         found.append([output, own.grad, *(param.grad for param in (*layer.parameters(), *norm.parameters()))])

@@ -19,8 +19,8 @@ from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
+from megatron.core.transformer.blocks import Block, PreNorm, make_layer
 from megatron.core.transformer.context.forward_context import ForwardContext
-from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
 from tests.helpers import tiny
@@ -113,9 +113,8 @@ def test_a_layer_is_the_weighed_sum_of_its_experts_and_of_what_all_tokens_use(
     changes: dict[str, Any], grouped: bool
 ) -> None:
     layer, x = layer_of(**changes, moe_grouped_gemm=grouped), tokens()
-    found, normed = layer(x, None, ONE)
+    found = layer(x, ONE)
     expected = by_formula(layer, x, gated="swiglu" in changes)
-    assert normed is x
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for value, true in zip(gradients(layer, x, found), gradients(layer, x, expected), strict=True):
         torch.testing.assert_close(value, true, rtol=1e-11, atol=1e-11)
@@ -132,7 +131,7 @@ def test_a_layer_is_mixtrals_block() -> None:
         layer.experts.linear_fc2.weight.data,
     )
     expected = theirs(x.transpose(0, 1).contiguous()).transpose(0, 1)
-    torch.testing.assert_close(layer(x, None, ONE)[0], expected, rtol=1e-6, atol=1e-6)  # its softmax is taken in fp32
+    torch.testing.assert_close(layer(x, ONE), expected, rtol=1e-6, atol=1e-6)  # its softmax is taken in fp32
 
 
 def test_a_layer_with_a_weighed_shared_expert_is_qwen2s_block() -> None:
@@ -158,13 +157,13 @@ def test_a_layer_with_a_weighed_shared_expert_is_qwen2s_block() -> None:
         layer.experts.linear_fc2.weight.data,
     )
     expected = theirs(x.transpose(0, 1).contiguous()).transpose(0, 1)
-    torch.testing.assert_close(layer(x, None, ONE)[0], expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(layer(x, ONE), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_half_precision_layer_stays_half_though_its_router_does_not() -> None:
     layer = layer_of(**GATED, **SHARED, fp64=False, bf16=True, moe_grouped_gemm=True)
     x = tokens(torch.bfloat16)
-    found = layer(x, None, ONE)[0]
+    found = layer(x, ONE)
     assert found.dtype == torch.bfloat16
     expected = by_formula(layer.double(), x.double(), gated=True).detach()
     assert float((found.detach().double() - expected).abs().max()) < 0.05 * float(expected.abs().max())
@@ -172,9 +171,7 @@ def test_a_half_precision_layer_stays_half_though_its_router_does_not() -> None:
 
 def test_layers_with_and_without_experts_follow_the_pattern() -> None:
     run = tiny.run_of(tiny.config(num_experts=E, moe_layer_freq="[0]+[1]*3"))
-    kinds = [
-        type(TransformerLayer(plan, run.layer_build_context).mlp) for plan in network_layer_plans(run.config.model)
-    ]
+    kinds = [type(make_layer(plan, run.layer_build_context).mlp) for plan in network_layer_plans(run.config.model)]
     assert kinds == [MLP, MoELayer, MoELayer, MoELayer]
 
 
@@ -189,7 +186,7 @@ def test_experts_start_from_draws_of_their_own_with_the_deviations_of_a_dense_ml
     assert len({tuple(expert[0].tolist()) for expert in up}) == 64
 
 
-def saved_bytes(layer: TransformerLayer, x: Tensor) -> int:
+def saved_bytes(layer: Block, x: Tensor) -> int:
     """Bytes that the backward pass of a layer keeps, each memory once."""
     kept: dict[int, int] = {}
 
@@ -210,7 +207,7 @@ def test_recomputation_of_experts_keeps_less_and_changes_no_gradient() -> None:
     outcomes = {}
     for modules in ((), ("moe_act",), ("shared_experts",), ("moe",)):
         layer = layer_of(
-            TransformerLayer,
+            PreNorm,
             **changes,
             recompute_granularity="selective" if modules else None,
             recompute_modules=modules or None,
@@ -235,7 +232,7 @@ def whole_outputs(sizes: dict[str, Any], positions: int) -> Tensor:
     layer = MoELayer(run.layer_build_context, network_layer_plans(run.config.model)[0])
     set_global_param_names(layer)
     materialize_parameters(layer, run.mesh, seed=3)
-    return layer(tokens()[:positions], None, ONE)[0].detach()
+    return layer(tokens()[:positions], ONE).detach()
 
 
 @pytest.mark.parametrize("positions", [1, 3, 4])
@@ -244,7 +241,7 @@ def test_tokens_that_tensor_ranks_cannot_share_evenly_are_routed_too(world: Worl
     alone = MoELayer(run.layer_build_context, network_layer_plans(run.config.model)[0])
     set_global_param_names(alone)
     materialize_parameters(alone, run.mesh, seed=3)
-    expected = alone(tokens()[:positions], None, ONE)[0].detach()
+    expected = alone(tokens()[:positions], ONE).detach()
     for sizes in (
         {},
         {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"},
@@ -283,7 +280,7 @@ def order_of_events(overlaps: bool) -> list[str]:
         patch.object(collectives, "start_autograd_all_to_all", heard("start", start)),
         patch.object(collectives, "finish_autograd_all_to_all", heard("finish", finish)),
     ):
-        layer(torch.randn(4, 2, H), None, ONE)
+        layer(torch.randn(4, 2, H), ONE)
     return events
 
 

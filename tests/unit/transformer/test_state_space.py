@@ -95,7 +95,7 @@ def test_a_mixer_gives_the_outputs_and_gradients_of_transformers(kind: str, leng
     same = _load(kind, ours, theirs)
     x = torch.randn(length, B, H)
     x_ours, x_theirs = x.clone().requires_grad_(), x.transpose(0, 1).clone().requires_grad_()
-    found, _ = ours(x_ours, None, ForwardContext(AttentionMaskSpec()))
+    found = ours(x_ours, ForwardContext(AttentionMaskSpec()))
     expected = theirs(x_theirs)
     weights = torch.randn_like(found)
     (found * weights).sum().backward()
@@ -123,9 +123,9 @@ def test_decoding_token_by_token_gives_the_whole_pass(kind: str) -> None:
     mixer, _ = mixer_of(kind)
     x = torch.randn(40, B, H, dtype=torch.float64)
     with torch.no_grad():
-        whole, _ = mixer(x, None, ForwardContext(AttentionMaskSpec()))
+        whole = mixer(x, ForwardContext(AttentionMaskSpec()))
         context = ForwardContext(AttentionMaskSpec(), cache=OneBatchCache(mixer.initial_state(B)))  # type: ignore[arg-type]
-        outputs = [mixer(part, None, context)[0] for part in x.split([17, *(1 for _ in range(17, 40))])]
+        outputs = [mixer(part, context) for part in x.split([17, *(1 for _ in range(17, 40))])]
     torch.testing.assert_close(torch.cat(outputs), whole, rtol=0, atol=1e-10)
 
 
@@ -135,10 +135,8 @@ def test_packed_documents_are_mixed_as_if_each_were_alone(kind: str) -> None:
     x = torch.randn(40, B, H, dtype=torch.float64)
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor([9, 1, 22, 8])).expand(B, -1)
     with torch.no_grad():
-        whole, _ = mixer(x, None, ForwardContext(AttentionMaskSpec(documents=documents)))
-        alone = torch.cat(
-            [mixer(part, None, ForwardContext(AttentionMaskSpec()))[0] for part in x.split([9, 1, 22, 8])]
-        )
+        whole = mixer(x, ForwardContext(AttentionMaskSpec(documents=documents)))
+        alone = torch.cat([mixer(part, ForwardContext(AttentionMaskSpec())) for part in x.split([9, 1, 22, 8])])
     torch.testing.assert_close(whole, alone, rtol=0, atol=1e-10)
 
 
@@ -162,7 +160,7 @@ def _pass(
     own, scale = (cut.shard(each, mesh.cp.rank) for each in (x, weights))
     if region.sequence_parallel:
         own, scale = (each.chunk(mesh.tp.size)[mesh.tp.rank] for each in (own, scale))
-    output, _ = mixer(own, None, ForwardContext(mask))
+    output = mixer(own, ForwardContext(mask))
     (output * scale).sum().backward()
     whole = collectives.all_gather(output.detach(), mesh.tp) if region.sequence_parallel else output.detach()
     pieces = torch.cat([torch.cat(list(piece)) for piece in collectives.all_gather(whole[None], mesh.cp).split(1)])
@@ -216,7 +214,7 @@ def test_a_mixer_is_one_graph_of_torchs_compiler(kind: str) -> None:
     x = torch.randn(300, B, H, dtype=torch.float64, requires_grad=True)  # two spans of chunks at least
 
     def call(x: Tensor) -> Tensor:
-        return mixer(x, None, ForwardContext(AttentionMaskSpec()))[0]
+        return mixer(x, ForwardContext(AttentionMaskSpec()))
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     results = [(y := way(x), *torch.autograd.grad(y.square().sum(), [x, mixer.A_log])) for way in (call, compiled)]

@@ -43,7 +43,7 @@ class LayerPlan:
 
     mixer: attention, mla, mamba, gated_delta_net, or none. window: (left, right) positions that a query sees beside its own, -1 for all; None: no window.
     parallel_mixer: a mixer whose output is added to that of the first, on the same input: mamba, or none. mlp: dense, moe, or none.
-    adapters: of its linear layers.
+    block: the order of norms, sublayers and sums: pre_norm, post_norm, sandwich, after_sublayer or normed_residual. adapters: of its linear layers.
     """
 
     index: int
@@ -54,6 +54,7 @@ class LayerPlan:
     window: tuple[int, int] | None = None
     rope: bool = True
     mlp: str = "dense"
+    block: str = "pre_norm"
     adapters: tuple[AdapterPlan, ...] = ()
 
     @property
@@ -86,11 +87,12 @@ class StageSpec:
 
 
 def uniform_layer_plans(
-    num_layers: int, *, causal: bool = True, has_cross_attention: bool = False
+    num_layers: int, *, causal: bool = True, has_cross_attention: bool = False, block: str = "pre_norm"
 ) -> tuple[LayerPlan, ...]:
     """Return plans of equal layers of a decoder, an encoder (causal=False), or a decoder with cross attention."""
     return tuple(
-        LayerPlan(index, causal=causal, has_cross_attention=has_cross_attention) for index in range(num_layers)
+        LayerPlan(index, causal=causal, has_cross_attention=has_cross_attention, block=block)
+        for index in range(num_layers)
     )
 
 
@@ -102,8 +104,9 @@ def network_layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
 def _layer_plans_before_adapters(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """Return the plans of all layers of a network, not yet with adapters."""
     if model.architecture == "t5":
-        return uniform_layer_plans(model.encoder_num_layers, causal=False) + uniform_layer_plans(
-            model.decoder_num_layers, has_cross_attention=True
+        block = model.block_of_layer("attention")
+        return uniform_layer_plans(model.encoder_num_layers, causal=False, block=block) + uniform_layer_plans(
+            model.decoder_num_layers, has_cross_attention=True, block=block
         )
     if model.hybrid.layer_symbols:
         return _hybrid_layer_plans(model, model.hybrid.layer_symbols)
@@ -117,6 +120,7 @@ def _layer_plans_before_adapters(model: ModelConfig) -> tuple[LayerPlan, ...]:
             window=model.parsed_window_size if windowed else None,
             rope=rope,
             mlp="moe" if moe else "dense",
+            block=model.block_of_layer(mixer),
         )
         for row, mixer, windowed, rope, moe in zip(
             rows,
@@ -138,7 +142,8 @@ def _hybrid_layer_plans(model: ModelConfig, symbols: str, first: int = 0) -> tup
         mixer, mlp = SYMBOLS.get(symbol, ("none", "none"))  # what is unknown a rule refuses
         attends = mixer in ("attention", "mla")
         window = model.parsed_window_size if windowed and attends else None
-        rows.append(LayerPlan(index, mixer, window=window, rope=rope and attends, mlp=mlp))
+        block = model.block_of_layer(mixer)
+        rows.append(LayerPlan(index, mixer, window=window, rope=rope and attends, mlp=mlp, block=block))
     return tuple(rows)
 
 

@@ -407,9 +407,16 @@ class ModelConfig(RequestedModel):
         scaled = self.layer_scale is not None
         return not elsewhere and not scaled and not self.fp32_residual_connection and self.architecture != "t5"
 
-    def has_norms_after_sublayer(self, mixer: str) -> bool:
-        """Whether a layer with this mixer has its norms behind mixer and MLP instead of before them."""
-        return self.norm_after_sublayer and not (mixer == "gated_delta_net" and self.hybrid.linear_norm_before_sublayer)
+    def block_of_layer(self, mixer: str) -> str:
+        """In which order norms, sublayers and sums stand in a layer with this mixer: a row of `transformer.blocks.BLOCKS`."""
+        before = mixer == "gated_delta_net" and self.hybrid.linear_norm_before_sublayer
+        orders = {
+            "post_norm": self.norm_after_residual,
+            "sandwich": self.sandwich_norm,
+            "after_sublayer": self.norm_after_sublayer and not before,
+            "normed_residual": self.apply_residual_connection_post_layernorm,
+        }
+        return next((name for name, holds in orders.items() if holds), "pre_norm")
 
     @property
     def has_gated_mlp(self) -> bool:

@@ -85,13 +85,14 @@ class ForwardContext:
     """What the layers of a stack share in the forward pass of one microbatch.
 
     mask: which keys each query sees; a layer with a window adds it. table: rotations, for layers that have them.
-    memory_mask: what cross attention looks through. microbatch_context: where layers note losses; None when nobody listens.
+    memory: output of an encoder, for cross attention, [keys or keys/tp, b, h]; memory_mask: what it looks through. microbatch_context: where layers note losses; None when nobody listens.
     cache: what is known of the texts' beginnings, when they are decoded. depth: of multi-token prediction, from 1 on, 0 before
     it: one layer may serve several depths.
     """
 
     mask: AttentionMaskSpec
     table: RotaryTable | None = None
+    memory: Tensor | None = None
     memory_mask: AttentionMaskSpec | None = None
     microbatch_context: MicrobatchContext | None = None
     cache: DecodingCache | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
@@ -22,7 +22,7 @@ from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.kernels.ops.packed_document_starts import cached_packed_document_starts
 from megatron.core.kernels.ops.reference import GatedActivationOptions
 from megatron.core.parallel.mesh import Mesh
-from megatron.core.parallel.recompute import run_recomputing_intermediate
+from megatron.core.parallel.recompute import apply_recomputing_input
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import (
     FusedWeightSegment,
@@ -177,19 +177,19 @@ class LayerBuildContext:
             return self.kernels.activation(x, model.activation_name)
         return self.kernels.gated_activation(x, model.activation_name, gating)
 
-    def apply_norm_then_linear(
-        self, norm: nn.Module | None, linear: Callable[[Tensor], Any], x: Tensor
-    ) -> tuple[Any, Tensor]:
-        """Return linear(norm(x)) and norm(x) of x [s, b, h], which linear does not save if norms are recomputed."""
-        if norm is not None and self.recomputes_module("layernorm"):
-            return run_recomputing_intermediate(norm, linear, x)
-        normed = x if norm is None else norm(x)
-        return linear(normed), normed
+    def project(self, linear: Callable[[Tensor], Any], normed: Tensor) -> Any:
+        """Return linear(normed), normed: [s, b, h]; the matmul does not keep its input if norms are recomputed."""
+        if self.recomputes_module("layernorm"):
+            return apply_recomputing_input(linear, normed)
+        return linear(normed)
 
-    def make_norm(self, size: int, *, sum_over: tuple[str, ...] | None = None, kind: Kind = "vector") -> Norm:
+    def make_norm(
+        self, size: int, *, sum_over: tuple[str, ...] | None = None, kind: Kind = "vector", before_matmul: bool = False
+    ) -> Norm:
         """Create a norm of the configured kind over the last dimension.
 
         sum_over: axes over which its gradient is summed; left out, those of a norm outside of tensor-parallel regions.
+        before_matmul: its output goes to `project`, so that --recompute-modules layernorm covers it.
         """
         return Norm(
             size,
@@ -199,6 +199,7 @@ class LayerBuildContext:
             dtype=self.dtype,
             kind=kind,
             sum_over=self.tp_region.gradient_sum_axes if sum_over is None else sum_over,
+            recomputed=before_matmul and self.recomputes_module("layernorm"),
         )
 
     def make_column_linear(

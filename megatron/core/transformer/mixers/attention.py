@@ -2,15 +2,13 @@
 
     MHA: every query head has its own key/value head.  GQA: n/g query heads share one.  MQA: all share one.
 
-The query, key and value matrices are one matrix [q | k | v], or with a gate of the output [q | gate | k | v]; each part is cut over the tensor ranks by
-itself. With fewer key/value heads than tensor ranks, neighbouring ranks hold copies of the same head.
-
-On top, as asked: norms or unit length of query and key heads, windows, sinks, caps on scores, and a gate of the output.
+With fewer key/value heads than tensor ranks, neighbouring ranks hold copies of the same head. `SelfAttention.forward` reads from top to
+bottom: projection, rotation, scores, output; what few networks have (norms of heads, sinks, a gate of the output) stands where it acts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -32,7 +30,7 @@ from megatron.core.parallel.spec import (
 )
 from megatron.core.tensor_parallel.norm import effective_norm_weight
 from megatron.core.transformer.context.forward_context import ForwardContext
-from megatron.core.transformer.context.layer_build_context import LayerBuildContext, multiply_unless_one
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.context.rope import RotaryTable
 from megatron.core.transformer.mixers.qk_clip import MaxAttentionScoreTracker
 
@@ -51,12 +49,10 @@ class SelfAttention(nn.Module):
         key = FusedWeightSegment(model.key_projection_width, copies)
         query = FusedWeightSegment(model.query_projection_width)
         self.has_gate = model.attention_output_gate
-        factors = model.multipliers
-        self.input_factor, self.output_factor = factors.attention_in_multiplier, factors.attention_out_multiplier
-        self.key_factor = factors.key_multiplier
-        self.linear_qkv = build.make_column_linear(
-            model.hidden_size, (query, *((query,) if self.has_gate else ()), key, key), bias=model.has_qkv_bias
-        )
+        gate = (query,) if self.has_gate else ()
+        # of this rank, by part of the matrix
+        self.counts = (self.heads, *(self.heads for _ in gate), self.groups, self.groups)
+        self.linear_qkv = build.make_column_linear(model.hidden_size, (query, *gate, key, key), bias=model.has_qkv_bias)
         self.linear_proj = build.make_row_linear(model.query_projection_width, bias=model.add_bias_linear)
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
@@ -69,39 +65,49 @@ class SelfAttention(nn.Module):
         self.softmax_offset = attention_sink_parameter(build) if model.softmax_type == "learnable" else None
         self.peaks = MaxAttentionScoreTracker() if model.qk_clip else None
 
-    def forward(
-        self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Attend within the sequence.
-
-        x: [s or s/tp, b, h], before its norm, if there is one; bias: [1, n/tp, s, s], added to the scores. Returns the
-        attention's output and the normed input, both like x.
-        """
-        table = context.table if self.plan.rope else None
-        split = self._select_split_qkv_kernel(table)
+    def forward(self, normed: Tensor, context: ForwardContext, bias: Tensor | None = None) -> Tensor:
+        """Attend within the sequence. normed: [s or s/tp, b, h]; bias: [1, n/tp, s, s], added to the scores. Returns like it."""
+        model, kernels = self.build.model, self.build.kernels
+        table = context.table if self.plan.rope else None  # rotations; None: this layer has none
+        # If nothing stands between projection and rotation, one kernel splits and rotates.
+        rotation = table if self.q_layernorm is None else None
+        # Another one splits what is not rotated yet; it computes the gradient of the bias along with its own.
+        split = kernels.split_qkv if rotation is None else None
         linear = self.linear_qkv if split is None else partial(self.linear_qkv, skip_bias_gradient=True)
-        qkv, normed = self.build.apply_norm_then_linear(norm, linear, x)
-        q, k, v, gate = self._split_qkv_heads(qkv, table, split)
-        if self.build.model.qk_l2_norm:
-            q, k = self._rms_normalize_heads(q), self._rms_normalize_heads(k)
+        # One matrix for all: [q | k | v], or [q | gate | k | v]; each part is cut over the tensor ranks by itself.
+        qkv = self.build.project(linear, normed)  # [s, b, (n + 2g)/tp * d]
+        # q: [s, b, n/tp, d]; k, v: [s, b, g/tp, d]; gate, if there is one, like q
+        q, *gate, k, v = self.split_heads(qkv, rotation)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+            if table is not None:
+                pairs = model.has_interleaved_rotary
+                q, k = (kernels.rotary(one, table.cos, table.sin, pairs) for one in (q, k))
+        if model.qk_l2_norm:  # heads of unit mean square: RMSNorm without a weight
+            q, k = (kernels.rms_norm(one, None, model.norm_epsilon) for one in (q, k))
         mask = context.mask.with_window(self.plan.window)
-        if self.peaks is not None and self.training:
-            self.peaks.update(
-                q, *gather_context_parallel_keys(k, mask, self.build.mesh), self.build.model.softmax_scale
-            )
-        mixed = attend(
-            self.build,
-            q,
-            k,
-            v,
-            mask,
-            AttentionScoreModifiers(bias=bias, sink=self._attention_sink_logits(q)),
-            training=self.training,
-            kernel=context.attention_kernel(self.build, self.plan.index),
-        )
-        if gate is not None:
-            mixed = (mixed * torch.sigmoid(gate.to(accumulation_dtype_of(gate.dtype)))).to(mixed.dtype)
-        return multiply_unless_one(self.linear_proj(mixed), self.output_factor), normed
+        if self.peaks is not None and self.training:  # --qk-clip: the largest score of each head
+            self.peaks.update(q, *gather_context_parallel_keys(k, mask, self.build.mesh), model.softmax_scale)
+        # The kernel is the run's: fused, flash, a ring over context ranks, or one that reads the decoding cache.
+        kernel = context.attention_kernel(self.build, self.plan.index)
+        scores = AttentionScoreModifiers(bias=bias, sink=self._attention_sink_logits(q))
+        mixed = attend(self.build, q, k, v, mask, scores, training=self.training, kernel=kernel)  # [s, b, n/tp * d]
+        if gate:
+            opened = gate[0].flatten(2).to(accumulation_dtype_of(mixed.dtype)).sigmoid()
+            mixed = (mixed * opened).to(mixed.dtype)
+        return self.linear_proj(mixed)  # sums over the tensor ranks
+
+    def split_heads(self, qkv: Tensor, rotation: RotaryTable | None) -> Sequence[Tensor]:
+        """Split [s, b, (n + 2g)/tp * d] into q, perhaps the gate, k and v, each [s, b, heads, d]; rotate q and k by a table."""
+        kernels = self.build.kernels
+        heads = qkv.view(*qkv.shape[:2], -1, self.head_size)
+        if rotation is not None:
+            pairs = self.build.model.has_interleaved_rotary
+            return kernels.rotary_qkv(heads, self.counts, rotation.cos, rotation.sin, pairs)
+        if kernels.split_qkv is not None:
+            bias = self.linear_qkv.bias
+            return kernels.split_qkv(heads, self.counts, bias if bias is not None and bias.requires_grad else None)
+        return heads.split(self.counts, dim=2)
 
     def qk_clip_weight_factors(self, shrink: Tensor, alpha: float) -> dict[nn.Parameter, Tensor]:
         """Return of the qkv matrix (and its bias) the factor of each local row, [rows]; 1 for values and gates.
@@ -121,53 +127,9 @@ class SelfAttention(nn.Module):
         linear = self.linear_qkv
         return {linear.weight: rows} if linear.bias is None else {linear.weight: rows, linear.bias: rows}
 
-    @property
-    def _has_qk_norms(self) -> bool:
-        """Whether queries and keys are normed."""
-        return self.q_layernorm is not None and self.k_layernorm is not None
-
-    def _select_split_qkv_kernel(self, table: RotaryTable | None) -> Callable[..., tuple[Tensor, ...]] | None:
-        """Return the kernel that splits unrotated heads and computes the gradient of the projection's bias; None if
-        torch splits them, or another kernel that rotates them. table: rotary table, or None.
-        """
-        is_rotated = table is not None and not self._has_qk_norms
-        return None if is_rotated or self.input_factor != 1.0 else self.build.kernels.split_qkv
-
-    def _split_qkv_heads(
-        self, qkv: Tensor, table: RotaryTable | None, split: Callable[..., tuple[Tensor, ...]] | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """[s, b, (n + 2g)/tp * d] to q: [s, b, n/tp, d], k, v: [s, b, g/tp, d], and with 2n the gate: [s, b, n/tp * d].
-
-        Queries and keys are normed, if they have norms, and rotated by a table, if there is one. split: see
-        `_select_split_qkv_kernel`.
-        """
-        counts = self.heads, *((self.heads,) if self.has_gate else ()), self.groups, self.groups
-        heads = multiply_unless_one(qkv, self.input_factor).view(*qkv.shape[:2], -1, self.head_size)
-        if split is not None:
-            bias = self.linear_qkv.bias
-            q, *gate, k, v = split(heads, counts, bias if bias is not None and bias.requires_grad else None)
-        elif table is not None and not self._has_qk_norms:
-            pairs = self.build.model.has_interleaved_rotary
-            q, *gate, k, v = self.build.kernels.rotary_qkv(heads, counts, table.cos, table.sin, pairs)
-        else:
-            q, *gate, k, v = heads.split(counts, dim=2)
-        k = multiply_unless_one(k, self.key_factor)  # a rotation is linear: before it or behind it
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
-            if table is not None:
-                q, k = self._apply_rotary_to_tensor(q, table), self._apply_rotary_to_tensor(k, table)
-        return q, k, v, gate[0].flatten(2) if gate else None
-
-    def _rms_normalize_heads(self, x: Tensor) -> Tensor:
-        """Return heads [s, b, heads, d] divided by their root mean square (RMSNorm without a weight)."""
-        return self.build.kernels.rms_norm(x, None, self.build.model.norm_epsilon)
-
     def _attention_sink_logits(self, q: Tensor) -> Tensor | None:
         """Return the sink logit of each head, [n/tp]: zeros (off-by-one), learned ones, or None without sinks."""
         return q.new_zeros(self.heads) if self.build.model.softmax_type == "off-by-one" else self.softmax_offset
-
-    def _apply_rotary_to_tensor(self, x: Tensor, table: RotaryTable) -> Tensor:
-        return self.build.kernels.rotary(x, table.cos, table.sin, self.build.model.has_interleaved_rotary)
 
 
 class NormAcrossHeads(nn.Module):

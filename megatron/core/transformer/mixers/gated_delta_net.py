@@ -79,11 +79,9 @@ class GatedDeltaNet(nn.Module):
         self.out_norm = GatedHeadNorm(build, sizes.value_size)
         self.out_proj = build.make_row_linear(values.size, bias=False)
 
-    def forward(
-        self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Run the mixer, with a cache on new tokens, on norm(x); return its output and norm(x), like x [.., b, h]."""
-        projected, normed = self.build.apply_norm_then_linear(norm, self.in_proj, x)
+    def forward(self, normed: Tensor, context: ForwardContext, bias: Tensor | None = None) -> Tensor:
+        """Run the mixer, with a cache on new tokens. normed: [s or s/tp, b, h]; returns like it."""
+        projected = self.build.project(self.in_proj, normed)
         exchange = HeadExchange.from_mask(
             self.build.mesh,
             context.mask,
@@ -97,7 +95,7 @@ class GatedDeltaNet(nn.Module):
             mixed = context.cache.run_from_states(self, parts, self._conv_and_scan_from)
         else:
             mixed, _ = self._conv_and_scan(parts, exchange, document_segment_ids(context.mask), None)
-        return self.out_proj(self.out_norm(exchange.to_position_shards(mixed), z).flatten(2)), normed
+        return self.out_proj(self.out_norm(exchange.to_position_shards(mixed), z).flatten(2))
 
     def initial_state(self, batch: int) -> MixerState:
         """Return zero states for `batch` sequences of which no token has been processed."""

@@ -22,7 +22,7 @@ from megatron.core.kernels.state_space import scans
 from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, ShardedDim, constant_initializer, meta_parameter
 from megatron.core.transformer.context.cache import MixerState
 from megatron.core.transformer.context.forward_context import ForwardContext
-from megatron.core.transformer.context.layer_build_context import LayerBuildContext, multiply_unless_one
+from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.mixers.state_space import (
     CausalConvParameters,
     document_segment_ids,
@@ -81,14 +81,11 @@ class MambaMixer(nn.Module):
         self.A_log = per_head_parameter(build, sizes.heads, log_of_uniform_initializer(1.0, 16.0))
         self.D = per_head_parameter(build, sizes.heads, constant_initializer(1.0))
         self.norm = GatedNorm(build, sizes.inner_size, self.groups, place=model.hybrid.mamba_output_norm)
-        self.factors, self.output_factor = model.multipliers.mamba_factors, model.multipliers.ssm_out_multiplier
         self.out_proj = build.make_row_linear(sizes.inner_size, bias=False)
 
-    def forward(
-        self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Run the mixer, with a cache on new tokens, on norm(x); return its output and norm(x), like x [.., b, h]."""
-        projected, normed = self.build.apply_norm_then_linear(norm, self.in_proj, x)
+    def forward(self, normed: Tensor, context: ForwardContext, bias: Tensor | None = None) -> Tensor:
+        """Run the mixer, with a cache on new tokens. normed: [s or s/tp, b, h]; returns like it."""
+        projected = self.build.project(self.in_proj, normed)
         exchange = HeadExchange.from_mask(
             self.build.mesh,
             context.mask,
@@ -102,8 +99,7 @@ class MambaMixer(nn.Module):
             mixed = context.cache.run_from_states(self, parts, self._conv_and_scan_from)
         else:
             mixed, _ = self._conv_and_scan(parts, exchange, document_segment_ids(context.mask), None)
-        mixed = self.norm(exchange.to_position_shards(mixed).flatten(2), z)
-        return multiply_unless_one(self.out_proj(mixed), self.output_factor), normed
+        return self.out_proj(self.norm(exchange.to_position_shards(mixed).flatten(2), z))
 
     def initial_state(self, batch: int) -> MixerState:
         """Return zero states for `batch` sequences of which no token has been processed."""
@@ -125,8 +121,6 @@ class MambaMixer(nn.Module):
         """Split [s, b, out/tp] into z [s, b, d/tp], x [s, b, n/tp, p], B, C [s, b, g/tp, N], dt [s, b, n/tp, 1]."""
         inner, shared = self.heads * self.sizes.head, self.groups * self.sizes.state
         z, x, b, c, dt = projected.split((inner, inner, shared, shared, self.heads), dim=-1)
-        if self.factors:
-            z, x, b, c, dt = (part * factor for part, factor in zip((z, x, b, c, dt), self.factors, strict=True))
         groups = (self.groups, self.sizes.state)
         return z, x.unflatten(2, (self.heads, -1)), b.unflatten(2, groups), c.unflatten(2, groups), dt[..., None]
 

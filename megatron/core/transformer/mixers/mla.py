@@ -59,15 +59,12 @@ class MultiLatentAttention(nn.Module):
         self.linear_proj = build.make_row_linear(model.num_attention_heads * mla.v_head_dim, bias=model.add_bias_linear)
         self.peaks = MaxAttentionScoreTracker() if model.qk_clip else None
 
-    def forward(
-        self, x: Tensor, norm: nn.Module | None, context: ForwardContext, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, normed: Tensor, context: ForwardContext, bias: Tensor | None = None) -> Tensor:
         """Attend within the sequence; with a cache, by latents (`absorbed_attention`).
 
-        x: [s or s/tp, b, h], before its norm, if there is one; bias: [1, n/tp, s, s], added to the scores (not with a
-        cache). Returns the attention's output and the normed input, both like x.
+        normed: [s or s/tp, b, h]; bias: [1, n/tp, s, s], added to the scores (not with a cache). Returns like normed.
         """
-        (query, latent, shared), normed = self.build.apply_norm_then_linear(norm, self._down_projections, x)
+        query, latent, shared = self._down_projections(normed)
         table = context.table if self.plan.rope else None
         mask = context.mask.with_window(self.plan.window)
         if context.cache is not None:
@@ -81,7 +78,7 @@ class MultiLatentAttention(nn.Module):
                 mask,
                 context.attention_kernel(self.build, self.plan.index),
             )
-            return self.linear_proj(result), normed
+            return self.linear_proj(result)
 
         def up_project_to_qkv(query: Tensor, latent: Tensor, shared: Tensor) -> tuple[Tensor, ...]:
             return self._rotated_query_heads(query, table), *self._key_and_value_heads(latent, shared, table)
@@ -96,8 +93,8 @@ class MultiLatentAttention(nn.Module):
         if self.build.recomputes_module("mla_up_proj"):
             return self.linear_proj(
                 run_recomputing_intermediates(up_project_to_qkv, core_attention, query, latent, shared)
-            ), normed
-        return self.linear_proj(core_attention(*up_project_to_qkv(query, latent, shared))), normed
+            )
+        return self.linear_proj(core_attention(*up_project_to_qkv(query, latent, shared)))
 
     def absorbed_attention(
         self, q: Tensor, kept: Tensor, mask: AttentionMaskSpec, kernel: Callable[..., Tensor] | None = None
@@ -134,16 +131,16 @@ class MultiLatentAttention(nn.Module):
         assert query is not None, "queries have a projection, with or without a latent"
         return {query.weight: queries.flatten(), self.linear_kv_up_proj.weight: keys.flatten()}
 
-    def _down_projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _down_projections(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries or their latent, the latent [s or s/tp, b, r] and the unrotated shared key [s, b, 1, d].
 
-        x: [s or s/tp, b, h]. Latents are normed if they have norms.
+        normed: [s or s/tp, b, h]. Latents are normed if they have norms.
         """
         project = self.linear_q_down_proj if self.linear_q_proj is None else self.linear_q_proj
         assert project is not None, "queries have a projection, with or without a latent"
-        query = project(x)
+        query = self.build.project(project, normed)
         query = query if self.q_layernorm is None else self.q_layernorm(query)
-        latent, shared = self.linear_kv_down_proj(x).split(
+        latent, shared = self.build.project(self.linear_kv_down_proj, normed).split(
             [self.mla.kv_lora_rank, self.mla.qk_pos_emb_head_dim], dim=-1
         )
         # Every tensor rank needs the whole shared key, for its own heads: each knows only a share of its gradient.
