@@ -6,8 +6,7 @@ dropout.py                dropout from a named random stream
 mixers/                   attention, latent attention, Mamba-2 and the gated delta net
 relative.py               T5's relative positions
 mlp.py                    dense and gated MLP
-router.py                 which experts each token uses
-expert_balance.py         what keeps the choice of experts even
+router.py                 which experts each token uses, and what keeps the choice even
 dispatch.py               tokens to their experts, and back
 moe.py                    experts as grouped matmuls, shared experts, and the layer of both
 sublayers.py              which mixer and which MLP a LayerPlan names, and both with fixed factors

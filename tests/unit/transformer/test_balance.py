@@ -19,17 +19,15 @@ from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
 from megatron.core.transformer.context.forward_context import ForwardContext, MicrobatchContext
-from megatron.core.transformer.expert_balance import (
+from megatron.core.transformer.router import (
     count_expert_choices,
+    expert_choices_of_last_step,
     local_balancing_loss,
     local_router_z_loss,
-    updated_expert_bias,
-)
-from megatron.core.transformer.router import (
-    expert_choices_of_last_step,
     normalized_router_scores,
     routers_of,
     set_replayed_expert_choices,
+    updated_expert_bias,
 )
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.data.sample_order import read_and_stack_samples

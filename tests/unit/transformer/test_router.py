@@ -22,7 +22,6 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.transformer.context.forward_context import ForwardContext, MicrobatchContext
-from megatron.core.transformer.expert_balance import sinkhorn
 from megatron.core.transformer.router import (
     ExpertRouting,
     TopKRouter,
@@ -32,6 +31,7 @@ from megatron.core.transformer.router import (
     expert_choices_of_last_step,
     routing_weights,
     set_replayed_expert_choices,
+    sinkhorn,
 )
 from tests.helpers import tiny
 
