@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, islice
 
 from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.config.settings.run import RecomputeConfig, RunConfig
@@ -31,6 +32,7 @@ OPERATIONS = (
 # Of one microbatch: seconds of each operation under (operation, "seconds"), those of a category under (operation, category), those of
 # FSDP2's collectives under (operation, "beside"), and the bytes that are still allocated after it under (operation, "kept").
 Cost = defaultdict[tuple[str, str], float]
+LayerGroup = tuple[LayerPlan, ...]  # that are recomputed together; else of one layer
 LayerRunner = Callable[[RunConfig, int, Sequence[LayerPlan]], Trace]
 
 
@@ -45,43 +47,39 @@ def total_cost(costs: Iterable[Cost], less: Iterable[Cost] = (), *, share: float
 
 
 @dataclass(frozen=True, slots=True)
-class PassPeaks:
-    """The most bytes that the parts of a pass hold beside what they keep: the embedding, the layers, the output layer.
-
-    In a forward pass beyond what is allocated when the part ends, in a backward pass beyond what was when it began.
-    """
-
-    embedding: float
-    layers: float
-    output: float
-
-
-@dataclass(frozen=True, slots=True)
 class MicrobatchProfile:
-    """One microbatch on a rank with a whole network. embedding: the share of what comes before the layers; freed: bytes by which the
-    output layer's backward pass changes what is allocated. left: bytes that stay until the end of the step.
+    """One microbatch on a rank with a whole network. embedding: the share of what comes before the layers. forward, backward: the most
+    bytes while the embedding, each group of layers, the output layer run. left: bytes that stay until the end of the step.
     """
 
     whole: Cost
     embedding: Cost
-    forward: PassPeaks
-    backward: PassPeaks
-    freed: float
+    forward: Sequence[float]
+    backward: Sequence[float]
     left: float
 
 
 @dataclass(frozen=True, slots=True)
-class LayerProfile:
-    """What one microbatch costs on a rank: each kind of layer, and what comes before and behind them. short, long: the networks that
-    were run, of which the short one has `depth` layers.
+class PartProfile:
+    """What one microbatch costs in a part of the network: the embedding, a group of layers, the output layer.
+
+    forward, backward: the most bytes while it runs, beyond what is kept of the parts up to this one, and, in a backward pass, of those
+    behind it for gradients of weights, and the gradient of its result.
     """
 
-    layers: Mapping[LayerPlan, Cost]
-    embedding: Cost
-    output: Cost
-    depth: int
-    short: MicrobatchProfile
-    long: MicrobatchProfile
+    cost: Cost
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """What one microbatch costs on a rank: each kind of group, and what comes before and behind them. left: as in `MicrobatchProfile`."""
+
+    groups: Mapping[LayerGroup, PartProfile]
+    embedding: PartProfile
+    output: PartProfile
+    left: float
 
 
 @dataclass(slots=True)
@@ -90,34 +88,53 @@ class LayerProfiler:
 
     hardware: Hardware
     run: LayerRunner
-    profiles: dict[RunConfig, LayerProfile] = field(default_factory=dict)
+    profiles: dict[tuple[RunConfig, tuple[LayerGroup, ...]], LayerProfile] = field(default_factory=dict)
 
-    def profile(self, config: RunConfig, world_size: int, plans: Iterable[LayerPlan]) -> LayerProfile:
-        """Return the profile of the kinds of these layers under the layout of a resolved config."""
-        alone = single_stage_config(config, world_size)
-        if alone not in self.profiles:
-            kinds = tuple(dict.fromkeys(map(layer_kind, plans)))
-            each = [kind for kind in kinds for _ in range(config.recompute.recompute_num_layers or 1)]
-            short, layers = self._microbatch(alone, each), {}
-            for kind in kinds:
-                group = [kind] * each.count(kind)
-                long = self._microbatch(alone, [*each, *group])
-                layers[kind] = total_cost([long.whole], [short.whole], share=1 / len(group))
-            output = total_cost([short.whole], [short.embedding, *(layers[kind] for kind in each)])
-            self.profiles[alone] = LayerProfile(layers, short.embedding, output, len(each), short, long)
-        return self.profiles[alone]
+    def profile(self, config: RunConfig, world_size: int, groups: Iterable[LayerGroup]) -> LayerProfile:
+        """Return the profile of the kinds of these groups under the layout of a resolved config, which recomputes each together."""
+        kinds = tuple(dict.fromkeys(groups))
+        key = single_stage_config(config, world_size), kinds
+        if key not in self.profiles:
+            self.profiles[key] = self._run_networks(*key)
+        return self.profiles[key]
 
-    def _microbatch(self, config: RunConfig, kinds: Sequence[LayerPlan]) -> MicrobatchProfile:
-        """Run one microbatch of a network of these layers; return what it costs."""
-        layers = [replace(kind, index=index) for index, kind in enumerate(kinds)]
+    def _run_networks(self, config: RunConfig, kinds: Sequence[LayerGroup]) -> LayerProfile:
+        """Run a network with one group of each kind, and one with a group more for each."""
+        orders = [[*kinds[:place], kind, *kinds[place:]] for place, kind in enumerate(kinds)]
+        short, *longs = (self._microbatch(config, order) for order in (kinds, *orders))
+        costs = {kind: total_cost([long.whole], [short.whole]) for kind, long in zip(kinds, longs, strict=True)}
+        output = total_cost([short.whole], [short.embedding, *costs.values()])
+        groups = {}
+        for place, (kind, order, long) in enumerate(zip(kinds, orders, longs, strict=True)):
+            parts = part_profiles(
+                long, [short.embedding, *(costs[one] for one in order), output], message_bytes(config)
+            )
+            first, second = parts[place + 1 : place + 3]
+            groups[kind] = replace(
+                first, forward=max(first.forward, second.forward), backward=max(first.backward, second.backward)
+            )
+        return LayerProfile(groups, parts[0], parts[-1], short.left)
+
+    def _microbatch(self, config: RunConfig, groups: Sequence[LayerGroup]) -> MicrobatchProfile:
+        """Run one microbatch of a network of these groups; return what it costs."""
+        layers = [replace(plan, index=index) for index, plan in enumerate(chain.from_iterable(groups))]
         samples = config.train.global_batch_size // config.train.micro_batch_size
         ranks = config.parallel.tp * config.parallel.context_parallel_size * samples
-        return microbatch_profile(self.run(config, ranks, layers), config, self.hardware)
+        trace = self.run(config, ranks, layers)
+        return microbatch_profile(trace, config, self.hardware, [len(group) for group in groups])
 
 
-def layer_kind(plan: LayerPlan) -> LayerPlan:
-    """Return what layers that cost the same have in common: all but their number."""
-    return replace(plan, index=0)
+def layer_groups(recompute: RecomputeConfig, layers: Sequence[LayerPlan]) -> list[tuple[RecomputeConfig, LayerGroup]]:
+    """Return the layers of a stage in groups that are recomputed together, each with how: as TransformerStack does."""
+    kinds = [replace(plan, index=0) for plan in layers]  # layers that differ in their number alone cost the same
+    size = recompute.recompute_num_layers or 1
+    if recompute.recompute_method == "block":
+        each = replace(recompute, recompute_method="uniform", recompute_num_layers=1)
+        return [(each if place < size else RecomputeConfig(), (kind,)) for place, kind in enumerate(kinds)]
+    if recompute.recompute_granularity != "full":
+        return [(recompute, (kind,)) for kind in kinds]
+    groups = [tuple(kinds[start : start + size]) for start in range(0, len(kinds), size)]
+    return [(replace(recompute, recompute_num_layers=len(group)), group) for group in groups]
 
 
 def single_stage_config(config: RunConfig, world_size: int) -> RunConfig:
@@ -151,48 +168,57 @@ def single_stage_config(config: RunConfig, world_size: int) -> RunConfig:
     return replace(config, parallel=parallel, train=train)
 
 
-def recompute_of_first_and_other_layers(recompute: RecomputeConfig) -> tuple[RecomputeConfig, RecomputeConfig]:
-    """Return how the layers that --recompute-method block counts are recomputed, and how the others; else the same twice."""
-    if recompute.recompute_method != "block":
-        return recompute, recompute
-    each = replace(recompute, recompute_method="uniform", recompute_num_layers=1)
-    return each, RecomputeConfig()
+def message_bytes(config: RunConfig) -> float:
+    """Return the bytes of a stage's result for a microbatch on a rank, and of its gradient."""
+    parallel, train = config.parallel, config.train
+    rows = (
+        train.micro_batch_size * max(train.seq_length, train.decoder_seq_length or 0) / parallel.context_parallel_size
+    )
+    width = config.model.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
+    return BYTES[config.precision.param_dtype_name] * rows * width
 
 
-def microbatch_profile(trace: Trace, config: RunConfig, hardware: Hardware) -> MicrobatchProfile:
-    """Return what the microbatch of a trace costs. trace: of `one_microbatch`."""
+def part_profiles(network: MicrobatchProfile, costs: Sequence[Cost], gradient: float) -> list[PartProfile]:
+    """Return the parts of a network. costs: of each; gradient: bytes of what a backward pass leaves to the part before."""
+    kept = accumulate(cost["F", "kept"] for cost in costs)
+    behind = list(accumulate((cost["B", "kept"] for cost in reversed(costs)), initial=0.0))[-2::-1]
+    last = len(costs) - 1
+    return [
+        PartProfile(cost, forward - here, backward - here - later - gradient * (place < last))
+        for place, (cost, here, later, forward, backward) in enumerate(
+            zip(costs, kept, behind, network.forward, network.backward, strict=True)
+        )
+    ]
+
+
+def microbatch_profile(trace: Trace, config: RunConfig, hardware: Hardware, sizes: Sequence[int]) -> MicrobatchProfile:
+    """Return what the microbatch of a trace costs. trace: of `one_microbatch`; sizes: layers of each group."""
     events = {op: [event for event in trace.events if event.action == f"{op}0.0"] for op in OPERATIONS}
     begin = events["F"][0].live
-    bounds = {op: _bounds_of_layers(events[op]) for op in "FB"}
+    bounds = {op: _bounds_of_groups(events[op], sizes if op == "F" else sizes[::-1]) for op in "FB"}
     ends = [event.live - begin for event in trace.events if event.kind == "action"]
-    (before, behind), (head, tail) = bounds["F"], bounds["B"]
     whole = _seconds(trace, trace.events, config, hardware)
+    before, tail = bounds["F"][0], bounds["B"][-1]
     embedding = _seconds(trace, [*events["F"][:before], *events["B"][tail:]], config, hardware)
     names = [event.name for event in trace.events if event.kind == "action"]
     for op in OPERATIONS:
         if f"{op}0.0" in names:
             whole[op, "kept"] = ends[names.index(f"{op}0.0") + 1]
     embedding["F", "kept"] = events["F"][before - 1].live - begin
-    if config.parallel.use_torch_fsdp2 and config.model.untie_embeddings_and_output_weights:
+    if (
+        not config.parallel.use_torch_fsdp2
+    ):  # what is freed before the first operation of a layer, of which the result is as large
+        embedding["F", "kept"] = min(embedding["F", "kept"], events["F"][before].live - begin - message_bytes(config))
+    elif config.model.untie_embeddings_and_output_weights:
         embedding["F", "kept"] -= _output_weight_bytes(config)  # which FSDP2 gathers with those of the embedding
-    return MicrobatchProfile(
-        whole,
-        embedding,
-        PassPeaks(
-            *(
-                _most(events["F"][low:high]) - _last(events["F"][low:high])
-                for low, high in ((0, before), (before, behind), (behind, None))
-            )
-        ),
-        PassPeaks(
-            *(
-                _most(events["B"][low:high]) - events["B"][max(0, low - 1)].live
-                for low, high in ((tail, None), (head, tail), (0, head))
-            )
-        ),
-        events["B"][max(0, head - 1)].live - events["B"][0].live,
-        ends[-1],
+    forward, backward = (
+        [
+            max((event.live - begin for event in events[op][low:high]), default=0)
+            for low, high in zip((0, *bounds[op]), (*bounds[op], None))
+        ]
+        for op in "FB"
     )
+    return MicrobatchProfile(whole, embedding, forward, backward[::-1], ends[-1])
 
 
 def _output_weight_bytes(config: RunConfig) -> float:
@@ -201,18 +227,15 @@ def _output_weight_bytes(config: RunConfig) -> float:
     return size * BYTES[config.precision.param_dtype_name]
 
 
-def _bounds_of_layers(events: Sequence[StepEvent]) -> tuple[int, int]:
-    """Return the first place of an event of a layer, and the place behind the last."""
+def _bounds_of_groups(events: Sequence[StepEvent], sizes: Sequence[int]) -> list[int]:
+    """Return the place of the first event of a layer, and of each group the place behind its last. sizes: layers of each, in the
+    order of the events.
+    """
     places = [place for place, event in enumerate(events) if event.module.startswith(LAYERS)]
-    return places[0], places[-1] + 1
-
-
-def _most(events: Sequence[StepEvent]) -> int:
-    return max((event.live for event in events), default=0)
-
-
-def _last(events: Sequence[StepEvent]) -> int:
-    return events[-1].live if events else 0
+    ends = iter(
+        {".".join(events[place].module.split(".")[:3]): place + 1 for place in places}.values()
+    )  # of each layer
+    return [places[0], *(max(islice(ends, size)) for size in sizes)]
 
 
 def _seconds(trace: Trace, events: Sequence[StepEvent], config: RunConfig, hardware: Hardware) -> Cost:

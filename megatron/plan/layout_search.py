@@ -9,7 +9,8 @@ distributed optimizer, passes four filters, the cheapest first:
     dry runs    the best of these, with their real peak memory and the time of their real schedule
 
 The network, the global batch and the number formats stay as given. The first two filters look at all layouts, the third until the
-BEST are known, the last at as many as allowed. A layout is shown before those of which less is known.
+BEST are known, the last at as many as allowed. A layout is shown before those of which less is known. Whether a layout fits that
+the third filter finds closer to the limit than its estimates are exact, only its dry run decides.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from megatron.plan.analytic_estimate import AnalyticEstimate, analytic_estimate,
 from megatron.plan.cost import StepTime
 from megatron.plan.hardware import Hardware
 from megatron.plan.repair import RunSetup
+from megatron.plan.stage_estimate import estimate_tolerance
 from megatron.plan.units import bytes_text
 from megatron.training.cli.preflight import resolve_and_examine
 
@@ -132,7 +134,7 @@ class CandidateLayout:
 
 @dataclass(frozen=True, slots=True)
 class RejectedLayout:
-    """A rejected layout. rules: those that it breaks, or `memory`, or `no-gain`. says: the reason with its numbers."""
+    """A rejected layout. rules: those that it breaks, or `memory`, `near-limit` or `no-gain`. says: the reason with its numbers."""
 
     layout: CandidateLayout
     rules: tuple[str, ...]
@@ -152,8 +154,9 @@ class FittingLayout:
 
 @dataclass(slots=True)
 class LayoutRanking:
-    """Result of a search, the fastest layout first. complete: nothing was skipped for lack of time."""
+    """Result of a search, the fastest layout first. limit: bytes that a rank may take. complete: nothing was skipped for lack of time."""
 
+    limit: float
     fits: list[FittingLayout] = field(default_factory=list)
     rejected: list[RejectedLayout] = field(default_factory=list)
     tried: int = 0
@@ -219,7 +222,7 @@ def search_layouts(
     """Search all layouts of a setting. estimator, planner: None leaves out the third, the fourth filter. plans: number of
     layouts that are to fit by a dry run. seconds: limit of time by the clock.
     """
-    started, ranking = time.monotonic(), LayoutRanking()
+    started, ranking = time.monotonic(), LayoutRanking(hardware.usable_bytes())
     divisions = list(rank_divisions(setting, hardware.node))
     random.Random(0).shuffle(divisions)  # so that a search that is cut short has seen some of all kinds
     later = (planner is not None) + (estimator is not None)
@@ -238,6 +241,10 @@ def search_layouts(
         _dry_run_best_layouts(
             ranking, setting.world_size, hardware, planner, plans=plans, until=started + seconds, progress=progress
         )
+    for one in [one for one in ranking.fits if one.needs > ranking.limit]:
+        ranking.fits.remove(one)
+        says = f"{_memory_excess_text(one.needs, hardware, None)} by dry runs of its layers, so near that only its own decides"
+        ranking.rejected.append(RejectedLayout(one.layout, ("near-limit",), (says,)))
     return ranking
 
 
@@ -364,7 +371,8 @@ def _estimate_best_layouts(
     while unknown:
         unknown.sort(key=expected)
         excess, seconds = expected(unknown[0])
-        if len(best) >= BEST and (excess or seconds >= best[BEST - 1].time.seconds):
+        fitting = [one for one in best if one.needs <= ranking.limit]
+        if len(fitting) >= BEST and (excess or seconds >= fitting[BEST - 1].time.seconds):
             break
         one = unknown.pop(0)
         progress(len(wrong.ratios), len(wrong.ratios) + len(unknown), f"layers of {one.layout}")
@@ -380,7 +388,7 @@ def _estimate_best_layouts(
             continue
         ranking.fits.remove(one)
         wrong.learn(one, estimate)
-        if estimate.needs > hardware.usable_bytes():
+        if estimate.needs > hardware.usable_bytes() * (1 + estimate_tolerance(one.config)):
             says = _memory_excess_text(estimate.needs, hardware, estimate.position) + " by dry runs of its layers"
             ranking.rejected.append(RejectedLayout(one.layout, ("memory",), (says,)))
             continue

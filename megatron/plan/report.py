@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import math
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,9 +20,10 @@ from typing import Any
 from megatron.core.models.describe import count_parameters
 from megatron.core.pipeline_parallel.schedules import num_plan_stages
 from megatron.plan.cost import FUSED
-from megatron.plan.layout_search import LayoutRanking
+from megatron.plan.layout_search import FittingLayout, LayoutRanking
 from megatron.plan.planner import RunEstimate, fullest_vs_emptiest_rank_lines, stage_contents_text
 from megatron.plan.simulate.trace import KINDS, DryRunResult, Trace
+from megatron.plan.stage_estimate import estimate_tolerance
 from megatron.plan.units import GIB, bytes_text, count_text, seconds_text
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -294,7 +296,7 @@ def layout_search_text(ranking: LayoutRanking, flags: Iterable[str], most: int =
                 count_text(one.time.tokens),
                 f"{one.time.mfu:.1%}",
                 f"{one.time.bubble:.1%}",
-                one.source,
+                _source_text(one, ranking.limit),
             ]
             for place, one in enumerate(ranking.fits[:most], start=1)
         ]
@@ -311,8 +313,21 @@ def layout_search_text(ranking: LayoutRanking, flags: Iterable[str], most: int =
         message = example.says[min(example.rules.index(rule), len(example.says) - 1)]
         lines.append(f"  {count:>6,} {rule:18} for example {example.layout}: {message}")
     if not ranking.complete:
-        lines += ["", "time was up before the best were known; give more --seconds"]
+        known = Counter(one.source for one in ranking.fits)
+        lines += [
+            "",
+            f"time was up before the best were known: {known['dry run']} of these were run dry, {known['layers']} are estimates by layers; "
+            "give more --seconds",
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _source_text(one: FittingLayout, limit: float) -> str:
+    """Return what a layout is known from, with the tolerance of an estimate by layers, and whether that leaves open if it fits."""
+    if one.source != "layers":
+        return one.source
+    within = estimate_tolerance(one.config)
+    return f"layers, within {within:.0%}" + "; may not fit" * (one.needs * (1 + within) > limit)
 
 
 def layout_search_report_values(ranking: LayoutRanking, flags: Sequence[str]) -> dict[str, Any]:

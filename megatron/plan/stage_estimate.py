@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.models.flops import BYTES, estimate_memory_by_pipeline_rank
-from megatron.core.pipeline_parallel.schedules import pipeline_plan_of_run
+from megatron.core.models.flops import estimate_memory_by_pipeline_rank
+from megatron.core.pipeline_parallel.schedules import STAGE_STEP, Action, pipeline_plan_of_run
 from megatron.core.pipeline_parallel.timeline import simulate_pipeline_plan
 from megatron.plan.analytic_estimate import (
     AnalyticEstimate,
@@ -27,37 +27,28 @@ from megatron.plan.layer_profile import (
     EXPOSED,
     OPERATIONS,
     Cost,
-    LayerProfile,
     LayerProfiler,
-    MicrobatchProfile,
-    layer_kind,
-    recompute_of_first_and_other_layers,
+    PartProfile,
+    layer_groups,
+    message_bytes,
     total_cost,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one microbatch costs on a stage. layers: of all its layers; first: of those before the others that --recompute-method
-    block recomputes, of which a backward pass holds `widest` bytes.
+    """What one microbatch costs on a stage. parts: its embedding, its layers and its output layer, as far as it has them; left: bytes
+    that stay until the end of the step.
     """
 
     stage: StageSpec
-    layers: Cost
-    first: Cost
-    widest: float
-    profile: LayerProfile
-
-    @property
-    def network(self) -> MicrobatchProfile:
-        """The network that was run whose depth is the stage's: FSDP2 gathers a layer while it still holds the one before."""
-        return self.profile.short if len(self.stage.layers) <= self.profile.depth else self.profile.long
+    parts: Sequence[PartProfile]
+    left: float
 
     @property
     def whole(self) -> Cost:
-        """The cost of the stage with its embedding and output layer."""
-        has, profile = self.stage, self.profile
-        cost = total_cost([self.layers, *[profile.embedding] * has.has_embedding, *[profile.output] * has.has_output])
+        """The cost of all parts."""
+        cost = total_cost(part.cost for part in self.parts)
         for op in OPERATIONS:
             cost[op, EXPOSED] = max(0.0, cost[op, "beside"] - cost[op, "seconds"])
             cost[op, "seconds"] += cost[op, EXPOSED]
@@ -65,37 +56,44 @@ class StageCost:
 
     def forward_peak(self) -> float:
         """Return the most bytes of a forward pass beyond those before it."""
-        profile, peaks = self.profile, self.network.forward
-        before = profile.embedding["F", "kept"] if self.stage.has_embedding else 0.0
-        inside = before + self.layers["F", "kept"]
-        most = [inside + peaks.layers]
-        if self.stage.has_embedding:
-            most.append(before + peaks.embedding)
-        if self.stage.has_output:
-            most.append(inside + profile.output["F", "kept"] + peaks.output)
-        return max(most)
+        kept, most = 0.0, 0.0
+        for part in self.parts:
+            kept += part.cost["F", "kept"]
+            most = max(most, kept + part.forward)
+        return most
 
-    def backward_peak(self) -> float:
-        """Return the most bytes of a backward pass beyond those before its forward pass."""
-        network, kept = self.network, self.whole["F", "kept"]
-        before = self.profile.embedding["F", "kept"] if self.stage.has_embedding else 0.0
-        most = [before + self.first["F", "kept"] + self.widest]
-        if self.layers["F", "kept"] > self.first["F", "kept"]:
-            most.append(kept + network.backward.layers + (network.freed if self.stage.has_output else 0.0))
-        if self.stage.has_embedding:
-            most.append(before + network.backward.embedding)
-        if self.stage.has_output:
-            most.append(kept + network.backward.output)
-        return max(most)
+    def backward_peak(self, gradient: float) -> float:
+        """Return the most bytes of a backward pass beyond those before its forward pass. gradient: bytes of what a part leaves to the
+        one before. The gradient that the last part begins with comes as a message, which is not among them.
+        """
+        most = kept = self.whole["F", "kept"]
+        for place, part in enumerate(reversed(self.parts)):
+            most = max(most, kept + gradient * (place > 0) + part.backward)
+            kept += part.cost["B", "kept"] - part.cost["F", "kept"]
+        return most
 
 
 def can_profile(config: RunConfig) -> bool:
-    """Whether microbatches are alike and layers independent of their place; else only a dry run of all layers knows."""
+    """Whether microbatches are alike and layers independent of their place; else only a dry run of all layers knows.
+
+    FSDP2 gathers what lies behind a layer beside it, which is of another kind where there are experts, and of another stage in a pipeline.
+    """
+    parallel = config.parallel
     return not (
-        config.parallel.hybrid_context_parallel
+        parallel.use_torch_fsdp2
+        and (parallel.pp > 1 or config.model.moe.num_experts)
+        or parallel.hybrid_context_parallel
         or config.offload.offloads_activations
         or config.model.architecture == "vit"
     )
+
+
+def estimate_tolerance(config: RunConfig) -> float:
+    """Return how far, relative, `profiled_estimate` is at most from a dry run in memory and in time, by a test over drawn layouts.
+
+    Weights that are rounded to 8 or 4 bits once a step count for each microbatch.
+    """
+    return 0.2 if config.precision.low.recipe_name else 0.08
 
 
 def profiled_estimate(
@@ -121,31 +119,52 @@ def stage_costs(
     config: RunConfig, world_size: int, profiler: LayerProfiler, stages: Sequence[StageSpec]
 ) -> list[StageCost]:
     """Return what one microbatch costs on each stage."""
-    plans = [plan for stage in stages for plan in stage.layers]
-    first, others = (
-        profiler.profile(replace(config, recompute=recompute), world_size, plans)
-        for recompute in recompute_of_first_and_other_layers(config.recompute)
-    )
-    block = config.recompute.recompute_num_layers or 1 if config.recompute.recompute_method == "block" else 0
-    costs = []
-    for stage in stages:
-        kinds = [layer_kind(plan) for plan in stage.layers]
-        recomputed = total_cost(first.layers[kind] for kind in kinds[:block])
-        layers = total_cost([recomputed, *(others.layers[kind] for kind in kinds[block:])])
-        costs.append(StageCost(stage, layers, recomputed, first.long.backward.layers * bool(block), others))
-    return costs
+    rows = [layer_groups(config.recompute, stage.layers) for stage in stages]
+    profiles = {
+        how: profiler.profile(
+            replace(config, recompute=how), world_size, [group for row in rows for own, group in row if own == how]
+        )
+        for how in dict.fromkeys(how for row in rows for how, _ in row)
+    }
+    *_, ends = profiles.values()
+    return [
+        StageCost(
+            stage,
+            [
+                *[ends.embedding] * stage.has_embedding,
+                *(profiles[how].groups[group] for how, group in row),
+                *[ends.output] * stage.has_output,
+            ],
+            ends.left,
+        )
+        for stage, row in zip(stages, rows, strict=True)
+    ]
 
 
 def peak_activation_bytes(config: RunConfig, costs: Sequence[StageCost], count: int) -> list[float]:
-    """Return the most bytes that microbatches hold on the rank at each pipeline position. count: microbatches of a step."""
+    """Return the most bytes that microbatches hold on the rank at each pipeline position. count: microbatches of a step.
+
+    A message takes memory at the one rank until it is used, from one action ahead where messages overlap with actions, and at the
+    other until the action behind that which made it has ended.
+    """
     kept = [cost.whole for cost in costs]
-    forward, backward = [cost.forward_peak() for cost in costs], [cost.backward_peak() for cost in costs]
-    left = max(0.0, costs[0].network.left)
-    peaks = []
+    message, overlap = message_bytes(config), config.parallel.overlap_p2p_communication
+    forward, backward = [cost.forward_peak() for cost in costs], [cost.backward_peak(message) for cost in costs]
+    left, peaks = max(0.0, costs[0].left), []
     short = min(count, _microbatches_until_repetition(config, count))
+
+    def moves(action: Action, ahead: int) -> bool:
+        """Whether the action has a message from (ahead -1) or to (1) another rank."""
+        other = action.stage + ahead * STAGE_STEP.get(action.op, len(costs))
+        return 0 <= other < len(costs) and costs[other].stage.rank != costs[action.stage].stage.rank
+
     for row in pipeline_plan_of_run(config, short):
-        live = peak = 0.0
-        for action in row:
+        live = peak = sent = 0.0
+        received = [message * moves(action, -1) for action in row]
+        if overlap:
+            received = [received[0] + sum(received[1:2]), *received[2:], 0.0]
+        for action, arrived in zip(row, received, strict=True):
+            live += arrived
             after = {op: kept[action.stage][op, "kept"] for op in OPERATIONS}
             if action.op == "F":
                 peak = max(peak, live + forward[action.stage])
@@ -155,6 +174,7 @@ def peak_activation_bytes(config: RunConfig, costs: Sequence[StageCost], count: 
                 live += after["B"] - after["F"]
             else:
                 live += after["W"] - after["B"]
+            live, sent = live - sent, message * moves(action, 1)
         peaks.append(peak + left * (count - short))
     return peaks
 
@@ -237,13 +257,5 @@ def _schedule_seconds(config: RunConfig, costs: Sequence[Cost], message: float, 
 
 def _message_seconds(config: RunConfig, world_size: int, hardware: Hardware) -> float:
     """Return the seconds of the slowest message between neighbours in the pipeline."""
-    parallel, train = config.parallel, config.train
-    line = rank0_groups(config, world_size)["pp"]
-    if len(line) == 1:
-        return 0.0
-    rows = (
-        train.micro_batch_size * max(train.seq_length, train.decoder_seq_length or 0) / parallel.context_parallel_size
-    )
-    width = config.model.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
-    moved = BYTES[config.precision.param_dtype_name] * rows * width
-    return max(hardware.slowest_link(pair).transfer_seconds(moved) for pair in zip(line, line[1:]))
+    line, moved = rank0_groups(config, world_size)["pp"], message_bytes(config)
+    return max((hardware.slowest_link(pair).transfer_seconds(moved) for pair in zip(line, line[1:])), default=0.0)

@@ -173,9 +173,11 @@ def estimate_memory_by_pipeline_rank(
 ) -> tuple[RankMemory, ...]:
     """Estimate the memory of a rank at each pipeline position, in order. stages: those of all positions."""
     parallel, stages_memory = config.parallel, []
+    split, replicas = WeightShardCounts.from_parallel(parallel), parallel.context_parallel_size * data_parallel_size
+    if replicas == 1:  # no run shards weights over one rank
+        config = replace(config, parallel=replace(parallel, use_torch_fsdp2=False))
     for position in range(parallel.pp):
         local_stages = [stage for stage in stages if stage.rank == position]
-        split, replicas = WeightShardCounts.from_parallel(parallel), parallel.context_parallel_size * data_parallel_size
         held, trained = (count_rank_parameters(config.model, local_stages, split, trained=one) for one in (False, True))
         # ranks with the same experts
         expert_replicas = max(1, replicas * parallel.tp // (split.experts * split.widths))

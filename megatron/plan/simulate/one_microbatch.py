@@ -58,8 +58,7 @@ def _trace_in_fake_groups(
 ) -> Trace:
     """As `one_microbatch`, within the process groups of the rank; a separate function so that nothing outlives them."""
     mesh, ranks = mesh_with_fake_groups(axis_rank_groups(config.parallel, world_size), 0)
-    depths = config.model.mtp.mtp_num_layers or 0
-    stage = StageSpec(0, 1, 0, 0, tuple(layers), has_embedding=True, has_output=True, has_mtp=depths > 0)
+    stage = StageSpec(0, 1, 0, 0, tuple(layers), has_embedding=True, has_output=True, has_mtp=True)
     recorder = fake_recorder(config, ranks, world)
     recorder.until = until
     with world.mode, recorder, recorder.patched_torch((world.mode,)):

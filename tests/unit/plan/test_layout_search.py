@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -20,7 +21,8 @@ from megatron.plan.analytic_estimate import (
 from megatron.plan.command import parse_training_command
 from megatron.plan.cost import StepTime
 from megatron.plan.hardware import PROFILES
-from megatron.plan.layout_search import BEST, RECOMPUTE, CandidateLayout, LayoutRanking, search_layouts
+from megatron.plan.layout_search import BEST, RECOMPUTE, CandidateLayout, LayoutRanking, Planner, search_layouts
+from megatron.plan.report import layout_search_text
 from megatron.plan.units import bytes_text
 from megatron.training.cli.preflight import resolve_and_examine
 from tests.unit.plan.hand_made import FLAGS, VOCABULARY, config_of, setting_of
@@ -180,6 +182,43 @@ def test_layouts_are_estimated_from_their_layers_until_the_best_are_known() -> N
     assert [one.time.seconds for one in known] == sorted(one.time.seconds for one in known)
     assert {one.layout for one in known[:BEST]} <= {one.layout for one in formulas[: BEST + 4]}
     assert [one.layout for one in found.rejected if "by dry runs of its layers" in one.says[0]] == [formulas[0].layout]
+
+
+@pytest.mark.parametrize("peak, source", [(0.99, "dry run"), (1.01, None)])
+@pytest.mark.parametrize("estimate", [0.98, 1.02])
+def test_near_the_limit_only_a_dry_run_decides(estimate: float, peak: float, source: str | None) -> None:
+    limit = 1.01 * found_on(1e9).fits[0].needs
+    first = found_on(limit).fits[0].layout
+    setting, machine = setting_of("", 4), replace(MACHINE, memory=limit, usable=1.0)
+    sizes: list[str] = []
+
+    def estimator(config, world_size: int) -> AnalyticEstimate | None:
+        """The first that is asked for is near the limit, and the fastest."""
+        plain = analytic_estimate(config, world_size, MACHINE, stage_specs_of_run(config))
+        sizes.append("")
+        if len(sizes) == 1:
+            return replace(plain, needs=estimate * limit)
+        return replace(plain, needs=limit / 2, time=replace(plain.time, seconds=2 * plain.time.seconds))
+
+    def planner(config, world_size: int) -> tuple[int, StepTime]:
+        return int(peak * limit), StepTime(1.0, 0.0, 1.0, 1.0, 0.5, 0.6, {})
+
+    def search(planner: Planner | None) -> LayoutRanking:
+        sizes.clear()
+        return search_layouts(
+            setting, machine, true_vocab_size=VOCABULARY, planner=planner, estimator=estimator, plans=1
+        )
+
+    found = search(planner)
+    assert next((one.source for one in found.fits if one.layout == first), None) == source
+    assert [one.rules for one in found.rejected if one.layout == first] == [("memory",)] * (source is None)
+    undecided = search(None)
+    assert [one.rules for one in undecided.rejected if one.layout == first] == [("near-limit",)] * (estimate > 1)
+    if estimate < 1:
+        assert re.search(
+            rf"^1 +{first} .*layers, within 8%; may not fit$", layout_search_text(undecided, [""]), re.MULTILINE
+        )
+        assert layout_search_text(undecided, [""]).count("may not fit") == 1
 
 
 def test_a_search_without_time_says_that_it_is_not_complete() -> None:
