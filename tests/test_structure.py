@@ -119,7 +119,7 @@ LIMITS: Mapping[str, Limit] = {
     "files behind GPTModel": Limit(105, aim=95, step=5),
     "thousand lines behind GPTModel": Limit(17, aim=15.2, step=0.5),
     "files behind train_step": Limit(145, aim=131, step=5),
-    "thousand lines behind train_step": Limit(24.5, aim=22, step=0.5),
+    "thousand lines behind train_step": Limit(25, aim=22, step=0.5),
     "files behind pretrain": Limit(260, aim=180, step=5),
     "thousand lines behind pretrain": Limit(47.5, aim=32, step=0.5),
     # Features that act on the command line are read there: the aim is above what is loaded without them.
