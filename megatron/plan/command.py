@@ -184,7 +184,11 @@ def parse_training_command(
     own = [] if args.problems else script.problems(args, ranks)
     return ParsedTrainingCommand(
         RunSetup(
-            config_from_namespace(RequestedRun, args), ranks, reads_data=script.reads_data, passes=script.passes(args)
+            config_from_namespace(RequestedRun, args),
+            ranks,
+            reads_data=script.reads_data,
+            passes=script.passes(args),
+            origins=args.origins,
         ),
         (
             *(BrokenRule("command-line", problem) for problem in dict.fromkeys(args.problems)),

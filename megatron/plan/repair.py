@@ -200,7 +200,8 @@ class RunSetup:
     """What a user gave: a config that is not resolved, and the number of ranks.
     whole: check all that a run checks before it starts, not only rules between settings; device: type of device there;
     files: whether missing files are problems; reads_data: how its script reads the data that the flags name; passes:
-    forward passes without gradients over the samples of a step before training on them.
+    forward passes without gradients over the samples of a step before training on them; origins: setting -> where its
+    value came from.
     """
 
     config: RequestedRun
@@ -210,6 +211,7 @@ class RunSetup:
     files: bool = False
     reads_data: DataFiles = "datasets"
     passes: int = 0
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def value(self, name: str) -> Any:
         """Return the value of a flag, by field name."""
@@ -237,7 +239,14 @@ class RunSetup:
 
     def run_preflight_checks(self) -> PreflightResult:
         """Return the result of the checks that a run makes before it starts."""
-        return preflight(self.config, self.world_size, device=self.device, files=self.files, reads_data=self.reads_data)
+        return preflight(
+            self.config,
+            self.world_size,
+            device=self.device,
+            files=self.files,
+            reads_data=self.reads_data,
+            origins=self.origins,
+        )
 
     def find_broken_rules(self) -> tuple[BrokenRule, ...]:
         """Return every rule that is broken, one for each line of its message."""

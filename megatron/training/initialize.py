@@ -100,7 +100,7 @@ def leave_process_group() -> None:
 
 def _checked_config_and_tokenizer(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
     """Return the checked config and the tokenizer; `ConfigError` otherwise. A spare rank waits here and exits."""
-    checked = preflight(config_from_namespace(RequestedRun, args), world_size())
+    checked = preflight(config_from_namespace(RequestedRun, args), world_size(), origins=getattr(args, "origins", {}))
     raise_config_error_if(line for _, line in checked.problems)
     assert checked.tokenizer is not None, "a run whose tokenizer cannot be read is refused"
     args.messages = list(dict.fromkeys([*getattr(args, "messages", ()), *checked.notes]))

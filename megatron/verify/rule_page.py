@@ -57,6 +57,7 @@ _IMAGES = "--vision-model-type clip --img-h 32 --img-w 32"
 _MOE, _MLA = "--num-experts 8", "--multi-latent-attention --position-embedding-type rope"
 EXAMPLES: Mapping[str, BrokenRuleExample] = {
     "required": BrokenRuleExample(without="--num-layers"),
+    "no-effect": BrokenRuleExample("--moe-router-topk 4 --mscale 0.7"),
     "positive": BrokenRuleExample("--pipeline-model-parallel-size 0"),
     "world-size": BrokenRuleExample("--tensor-model-parallel-size 4", ranks=6),
     "heads-over-tensor": BrokenRuleExample(
@@ -94,17 +95,16 @@ EXAMPLES: Mapping[str, BrokenRuleExample] = {
     "duration": BrokenRuleExample("--train-samples 100"),
     "learning-rate": BrokenRuleExample(without="--lr"),
     "number-formats": BrokenRuleExample("--fp16 --bf16"),
-    "update-rule": BrokenRuleExample("--optimizer sgd --muon-momentum 0.95"),
-    "low-precision-state": BrokenRuleExample("--exp-avg-dtype bf16"),
+    "update-rule": BrokenRuleExample("--optimizer muon --muon-num-ns-steps 0"),
+    "low-precision-state": BrokenRuleExample("--use-precision-aware-optimizer --optimizer lion"),
     "activation-offloading": BrokenRuleExample("--fine-grained-activation-offloading"),
     "activation": BrokenRuleExample("--swiglu --squared-relu"),
     "recompute": BrokenRuleExample("--recompute-granularity full"),
-    "compilation": BrokenRuleExample("--compile-backend aot_eager"),
     "cuda-graphs": BrokenRuleExample("--cuda-graph-impl local --hidden-dropout 0"),
     "fully-sharded": BrokenRuleExample("--use-torch-fsdp2 --use-distributed-optimizer", ranks=2),
-    "overlap": BrokenRuleExample("--overlap-param-gather", ranks=2),
+    "overlap": BrokenRuleExample("--ddp-bucket-size 1000 --ddp-num-buckets 4", ranks=2),
     "data": BrokenRuleExample("--data-path corpus_text_document"),
-    "fill-in-the-middle": BrokenRuleExample("--fim-rate 0.7"),
+    "fill-in-the-middle": BrokenRuleExample("--fim-data --fim-rate 1.5"),
     "conversations": BrokenRuleExample("--sft --eod-mask-loss"),
     "masked-text": BrokenRuleExample("--mask-prob 0", entry="pretrain_bert.py"),
     "relative-positions": BrokenRuleExample("--position-embedding-type relative"),
@@ -112,10 +112,12 @@ EXAMPLES: Mapping[str, BrokenRuleExample] = {
     "norms": BrokenRuleExample("--sandwich-norm --apply-residual-connection-post-layernorm"),
     "dropout": BrokenRuleExample("--hidden-dropout 1"),
     "samples-in-training": BrokenRuleExample("--eval-generate prompts.txt --eval-generate-tokens 0"),
-    "checkpoints": BrokenRuleExample("--save-interval 100"),
+    "checkpoints": BrokenRuleExample("--use-checkpoint-args"),
     "faults": BrokenRuleExample("--on-bad-step rollback"),
     "elastic": BrokenRuleExample("--elastic"),
-    "experts": BrokenRuleExample("--moe-grouped-gemm"),
+    "experts": BrokenRuleExample(
+        f"{_MOE} --moe-token-dispatcher-type flex --moe-enable-deepep --moe-flex-dispatcher-backend alltoall"
+    ),
     "hybrid-pattern": BrokenRuleExample("--hybrid-layer-pattern *X"),
     "multipliers": BrokenRuleExample("--key-multiplier 0.5"),
     "states": BrokenRuleExample("--experimental-attention-variant gdn --linear-num-key-heads 7"),
@@ -132,14 +134,13 @@ EXAMPLES: Mapping[str, BrokenRuleExample] = {
     "command-line": BrokenRuleExample("--num-leyers 8"),
     "adapter-targets": BrokenRuleExample("--lora-rank 8 --lora-targets q_porj"),
     "adapter-fit": BrokenRuleExample("--lora-rank 8 --optimizer muon"),
-    "adapter-numbers": BrokenRuleExample("--lora-alpha 16"),
+    "adapter-numbers": BrokenRuleExample("--lora-rank 8 --lora-dropout 1"),
     "adapter-start": BrokenRuleExample("--adapter my_adapter"),
-    "images": BrokenRuleExample("--freeze-ViT"),
     "image-sizes": BrokenRuleExample(f"{_IMAGES} --img-h 100"),
     "images-in-text": BrokenRuleExample(f"{_IMAGES} --img-h 112 --img-w 112"),
-    "image-tiles": BrokenRuleExample(f"{_IMAGES} --max-num-tiles 4"),
+    "image-tiles": BrokenRuleExample(f"{_IMAGES} --use-tiling --image-aspect-ratio pad"),
     "image-classifier": BrokenRuleExample(
-        "--img-h 32 --img-w 32 --freeze-LM", entry="pretrain_vision_classify.py", without="--seq-length"
+        "--tensor-model-parallel-size 2 --sequence-parallel", ranks=2, entry="pretrain_vision_classify.py"
     ),
 }
 

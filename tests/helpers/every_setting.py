@@ -11,6 +11,8 @@ from typing import Any
 from megatron.core.config.flags.declare import config_from_flat_dict, config_to_flat_dict, flag_fields
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
+from megatron.plan.command import parse_training_command
+from megatron.plan.repair import RunSetup
 from tests.helpers import tiny
 
 Changes = dict[str, Any]
@@ -22,6 +24,8 @@ NETWORKS: dict[str, Changes] = {
     "gated": {
         **ROTARY,
         "swiglu": True,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
         "window_size": "3,0",
         "window_attn_skip_freq": "2",
         "no_rope_freq": "2",
@@ -66,6 +70,7 @@ NETWORKS: dict[str, Changes] = {
     "delta": {
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": "2",
+        "norm_after_sublayer": True,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 4,
@@ -153,3 +158,98 @@ def changed(config: RunConfig, name: str, kind: Any) -> tuple[Changes, RunConfig
     values = config_to_flat_dict(config)
     saved = json.loads(json.dumps(values))
     return saved, config_from_flat_dict(RunConfig, {**values, name: other(name, kind, values[name])})
+
+
+# Runs of every kind of network and of every script, each of which starts: script, number of ranks, flags.
+_SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 8 --micro-batch-size 1 --global-batch-size 8 --train-iters 8 --lr 1e-3"
+_TEXT = f"{_SIZES} --seq-length 16 --mock-data"
+_GPT = f"{_TEXT} --tokenizer-type NullTokenizer --vocab-size 50"
+_MOE = "--num-experts 4 --moe-ffn-hidden-size 16"
+_MAMBA = "--mamba-num-heads 8 --mamba-head-dim 8"
+_IMAGES = "--img-h 8 --img-w 8 --patch-dim 4"
+RUNS: dict[str, tuple[str, int, str]] = {
+    "gpt": ("pretrain_gpt.py", 1, _GPT),
+    "layout": (
+        "pretrain_gpt.py",
+        8,
+        f"{_GPT} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --bf16",
+    ),
+    "rope": ("pretrain_gpt.py", 1, f"{_GPT} --position-embedding-type rope --swiglu --normalization RMSNorm"),
+    "yarn": ("pretrain_gpt.py", 1, f"{_GPT} --position-embedding-type yarn --rotary-scaling-factor 4"),
+    "moe": ("pretrain_gpt.py", 2, f"{_GPT} {_MOE} --expert-model-parallel-size 2"),
+    "groups": (
+        "pretrain_gpt.py",
+        1,
+        f"{_GPT} {_MOE} --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-score-function sigmoid "
+        "--moe-shared-expert-intermediate-size 16 --moe-expert-capacity-factor 1",
+    ),
+    "mla": (
+        "pretrain_gpt.py",
+        1,
+        f"{_GPT} --multi-latent-attention --position-embedding-type rope --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+        "--v-head-dim 8",
+    ),
+    "mtp": ("pretrain_gpt.py", 1, f"{_GPT} --mtp-num-layers 2"),
+    "mamba": ("pretrain_hybrid.py", 1, f"{_GPT} --hybrid-layer-pattern MMMM {_MAMBA}"),
+    "hybrid": ("pretrain_hybrid.py", 1, f"{_GPT} --hybrid-layer-pattern M*-E {_MAMBA} {_MOE}"),
+    "delta": (
+        "pretrain_gpt.py",
+        1,
+        f"{_GPT} --experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads 2 --linear-num-value-heads 4 "
+        "--linear-key-head-dim 4 --linear-value-head-dim 4",
+    ),
+    "adapters": ("pretrain_gpt.py", 1, f"{_GPT} --lora-rank 4"),
+    "fp8": ("pretrain_gpt.py", 1, f"{_GPT} --bf16 --fp8-format hybrid --num-attention-heads 4 --hidden-size 64"),
+    "muon": ("pretrain_gpt.py", 1, f"{_GPT} --optimizer muon"),
+    "compiled": ("pretrain_gpt.py", 1, f"{_GPT} --compile --compile-backend aot_eager --use-precision-aware-optimizer"),
+    "images": (
+        "pretrain_vlm.py",
+        1,
+        f"{_GPT} --vision-model-type clip {_IMAGES} --vision-num-layers 2 --vision-hidden-size 16 --vision-num-attention-heads 4",
+    ),
+    "classes": ("pretrain_vision_classify.py", 1, f"{_SIZES} --data-path absent {_IMAGES} --vocab-size 50"),
+    "bert": ("pretrain_bert.py", 1, f"{_TEXT} --vocab-file absent.txt"),
+    "t5": (
+        "pretrain_t5.py",
+        1,
+        f"{_TEXT} --encoder-num-layers 4 --decoder-seq-length 8 --position-embedding-type relative --vocab-file absent.txt",
+    ),
+    "preference": (
+        "finetune.py",
+        1,
+        f"{_SIZES} --seq-length 16 --data-path pairs.jsonl --finetune-task reward --tokenizer-type NullTokenizer --vocab-size 50",
+    ),
+    "rl": ("train_rl.py", 1, f"{_GPT} --langrl-env-config absent.yaml --grpo-kl-beta 0"),
+}
+Verdict = tuple[
+    str, tuple[str, ...], tuple[str, ...]
+]  # refused, noted or accepted; names of broken rules; what is noted
+
+
+def run_setup(label: str) -> RunSetup:
+    """A run of `RUNS`, checked as before its start on a machine with a CPU, which may lack its files."""
+    entry, ranks, words = RUNS[label]
+    command = parse_training_command([entry, *words.split()], ranks=ranks)
+    assert command.setting is not None and not command.unread, command.unread
+    return dataclasses.replace(command.setting, whole=True, device="cpu")
+
+
+def verdict(setup: RunSetup, values: Changes) -> Verdict:
+    """What the checks of a start say of a run with these settings otherwise."""
+    checked = setup.with_values(values).run_preflight_checks()
+    rules = tuple(sorted({rule for rule, _ in checked.problems}))
+    notes = tuple(note for note in checked.notes if "(on this machine)" not in note)
+    return "refused" if rules else "noted" if notes else "accepted", rules, notes
+
+
+def other_values(name: str, kind: Any, value: Any) -> list[Any]:
+    """Other values of a setting: all choices where there are some, else one that is near, none, and some numbers."""
+    kinds = typing.get_args(kind) if type(None) in typing.get_args(kind) else (kind,)
+    chosen = next((one for one in kinds if typing.get_origin(one) is typing.Literal), None)
+    if chosen is not None:
+        return [one for one in typing.get_args(chosen) if one != value]
+    near = other(name, kind, value)
+    near = tuple(near) if isinstance(near, list) else near
+    far: list[Any] = [None] if type(None) in typing.get_args(kind) else []
+    far += [0, 8] if int in kinds else []
+    return [near, *(one for one in far if one not in (near, value))]

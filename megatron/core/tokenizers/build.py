@@ -1,6 +1,6 @@
 """Builds the tokenizer of a run from its settings, and defines the two kinds that need no files.
 
-To add a kind, write its class beside the others and add one row to `KINDS`.
+To add a kind, write its class beside the others, add one row to `KINDS`, and its name to the settings of `TokenizerConfig` that it reads.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron.core.config.flags.declare import ConfigError, flag_name, raise_config_error_if
+from megatron.core.config.flags.idle import IdleSetting, config_fields, idle_names, idle_settings
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.tokenizers.base import Tokenizer, character_to_byte_spans, flatten_ids, read_flag_file_text
 from megatron.core.tokenizers.bpe import GPT2BPETokenizer
@@ -159,23 +160,14 @@ def _assert_path_given(path: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerKind:
-    """A kind of tokenizer. needs: settings that it cannot do without; also: the others that it reads.
-
-    Any other setting would be ignored in silence: `build_tokenizer` refuses it, and a run, which leaves it out, says so.
+    """A kind of tokenizer. needs: settings that it cannot do without. Those that it reads at all say so where they are
+    declared (`TokenizerConfig`); any other would be ignored: `build_tokenizer` refuses it, and a run, which leaves it out, says so.
     """
 
     build: Callable[[TokenizerConfig], Tokenizer]
-    needs: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
-
-    @property
-    def used_settings(self) -> frozenset[str]:
-        """All settings that have an effect."""
-        return frozenset((*self.needs, *self.also))
+    needs: tuple[str, ...] = ("tokenizer_model",)
 
 
-_MODEL, _TYPE_AND_TEMPLATE = ("tokenizer_model",), frozenset({"tokenizer_type", "chat_template"})
-_BERT = TokenizerKind(_build_bert_tokenizer, ("vocab_file",), ("vocab_extra_ids",))
 KINDS: Mapping[str, TokenizerKind] = MappingProxyType(
     {
         "GPT2BPETokenizer": TokenizerKind(
@@ -184,29 +176,27 @@ KINDS: Mapping[str, TokenizerKind] = MappingProxyType(
             ),
             ("vocab_file", "merge_file"),
         ),
-        "BertWordPieceLowerCase": _BERT,
-        "BertWordPieceCase": _BERT,
-        "SentencePieceTokenizer": TokenizerKind(partial(_build_sentencepiece, "named"), _MODEL, ("vocab_extra_ids",)),
-        "GPTSentencePieceTokenizer": TokenizerKind(partial(_build_sentencepiece, "bare"), _MODEL),
-        "Llama2Tokenizer": TokenizerKind(partial(_build_sentencepiece, "begun"), _MODEL),
+        "BertWordPieceLowerCase": TokenizerKind(_build_bert_tokenizer, ("vocab_file",)),
+        "BertWordPieceCase": TokenizerKind(_build_bert_tokenizer, ("vocab_file",)),
+        "SentencePieceTokenizer": TokenizerKind(partial(_build_sentencepiece, "named")),
+        "GPTSentencePieceTokenizer": TokenizerKind(partial(_build_sentencepiece, "bare")),
+        "Llama2Tokenizer": TokenizerKind(partial(_build_sentencepiece, "begun")),
         "HuggingFaceTokenizer": TokenizerKind(
             lambda config: HuggingFaceTokenizer(
                 _assert_path_given(config.tokenizer_model), include_special=config.tokenizer_hf_include_special_tokens
-            ),
-            _MODEL,
-            ("tokenizer_hf_include_special_tokens",),
+            )
         ),
-        "TikTokenizer": TokenizerKind(
-            _build_tiktoken,
-            _MODEL,
-            ("tiktoken_pattern", "vocab_size", "tiktoken_num_special_tokens", "tokenizer_special_tokens"),
-        ),
-        "ByteTokenizer": TokenizerKind(lambda config: ByteTokenizer()),
-        "NullTokenizer": TokenizerKind(
-            _build_null_tokenizer, ("vocab_size",), ("null_tokenizer_eod_id", "null_tokenizer_pad_id")
-        ),
+        "TikTokenizer": TokenizerKind(_build_tiktoken),
+        "ByteTokenizer": TokenizerKind(lambda config: ByteTokenizer(), ()),
+        "NullTokenizer": TokenizerKind(_build_null_tokenizer, ("vocab_size",)),
     }
 )
+
+
+def settings_of_kind(kind: str) -> frozenset[str]:
+    """Return the names of the settings that this kind of tokenizer reads, beside those that every kind has."""
+    conditional = {name for name, one in config_fields(TokenizerConfig).items() if one.conditions}
+    return frozenset(conditional - idle_names(TokenizerConfig, {"tokenizer_type": kind}.__getitem__))
 
 
 def tokenizer_flag_problems(config: TokenizerConfig) -> list[str]:
@@ -228,37 +218,21 @@ def tokenizer_flag_problems(config: TokenizerConfig) -> list[str]:
     return problems
 
 
-def unused_tokenizer_settings(config: TokenizerConfig) -> dict[str, str]:
-    """Return the settings that are given but not used by this kind of tokenizer: field name -> flag and value as text."""
-    kind = config.tokenizer_type
-    return {
-        field.name: f"{flag_name(field.name)} {_format_flag_value(getattr(config, field.name))}"
-        for field in fields(config)
-        if kind is not None
-        and kind in KINDS
-        and field.name not in KINDS[kind].used_settings | _TYPE_AND_TEMPLATE
-        and getattr(config, field.name) != field.default
-    }
+def _idle_tokenizer_settings(config: TokenizerConfig) -> list[IdleSetting]:
+    """Return the settings that are given but not read by this kind of tokenizer."""
+    return list(idle_settings(config, partial(getattr, config)))
 
 
 def drop_unused_settings(config: TokenizerConfig) -> TokenizerConfig:
     """Return the settings without those that this kind of tokenizer does not use."""
-    unasked = unused_tokenizer_settings(config)
-    usual: dict[str, Any] = {field.name: field.default for field in fields(config) if field.name in unasked}
+    fields, idle = config_fields(TokenizerConfig), _idle_tokenizer_settings(config)
+    usual: dict[str, Any] = {one.name: fields[one.name].field.default for one in idle}
     return replace(config, **usual)
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Build the tokenizer that the settings describe; `ConfigError` if they name none, or contain unused settings."""
-    raise_config_error_if(
-        [
-            *tokenizer_flag_problems(config),
-            *(
-                f"{given} is not read by --tokenizer-type {config.tokenizer_type}; leave it out"
-                for given in unused_tokenizer_settings(config).values()
-            ),
-        ]
-    )
+    raise_config_error_if([*tokenizer_flag_problems(config), *map(str, _idle_tokenizer_settings(config))])
     assert config.tokenizer_type is not None, "settings without a kind are refused"
     tokenizer = KINDS[config.tokenizer_type].build(config)
     if config.chat_template is not None:
@@ -297,11 +271,6 @@ def expected_vocab_size(config: TokenizerConfig) -> tuple[int, str]:
         return build_tokenizer(config).vocab_size, ""
     except (ConfigError, OSError, ValueError) as error:
         return config.vocab_size_without_tokenizer, str(error)
-
-
-def _format_flag_value(value: object) -> str:
-    """Return a flag's value as text; a tuple's values separated by spaces."""
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _read_chat_template_flag(setting: str) -> str:

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families.hf import hf_model_settings, is_hf_checkpoint, open_hf_folder
 from megatron.core.families.megatron.open import find_megatron_checkpoint, open_megatron_checkpoint
 from megatron.core.families.megatron.source import MegatronSource
-from megatron.core.tokenizers.build import KINDS
+from megatron.core.tokenizers.build import settings_of_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,7 @@ def foreign_checkpoint_settings(
         "null_tokenizer_ids"
     }
     beside: Mapping[str, Any] = source.run_settings if isinstance(source, MegatronSource) else {}
-    kind = KINDS.get(beside.get("tokenizer_type", ""))
-    reads = kind.used_settings if kind else frozenset()  # Megatron has defaults for all kinds
+    reads = settings_of_kind(beside.get("tokenizer_type", ""))  # Megatron has defaults for all kinds
     unread = {field.name for field, _ in flag_fields(TokenizerConfig)} - (
         reads | {"tokenizer_type"} if reads else set()
     )

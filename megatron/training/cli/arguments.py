@@ -106,7 +106,8 @@ def parse_args(
         )
         from megatron.training.cli.preflight import LOCAL, preflight  # needs numpy, which --help does not wait for
 
-        checked = preflight(config_from_namespace(RequestedRun, args), world_size, reads_data=reads_data)
+        given = config_from_namespace(RequestedRun, args)
+        checked = preflight(given, world_size, reads_data=reads_data, origins=args.origins)
         place = read_launch_info()
         speaks = speaks or place.rank > 0 == place.local_rank and any(rule in LOCAL for rule, _ in checked.problems)
         own = () if args.problems else own_problems(args, world_size)

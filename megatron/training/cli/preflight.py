@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
+from types import MappingProxyType
 
 from megatron.core.config.adapters import is_trained_parameter
 from megatron.core.config.flags.declare import ConfigError, flag_name
+from megatron.core.config.flags.idle import idle_settings
+from megatron.core.config.plan.network import value_of_run
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.data import DataFiles, TokenizerConfig
 from megatron.core.config.settings.model import ModelConfig
@@ -36,7 +39,6 @@ from megatron.core.tokenizers.build import (
     drop_unused_settings,
     missing_tokenizer_files,
     tokenizer_flag_problems,
-    unused_tokenizer_settings,
 )
 from megatron.training.launch.elastic import fit_layout_to_ranks
 from megatron.training.state.microbatches import BatchSchedule
@@ -58,24 +60,31 @@ class PreflightResult:
 
 
 def preflight(
-    given: RequestedRun, world_size: int, *, device: str = "", files: bool = True, reads_data: DataFiles = "none"
+    given: RequestedRun,
+    world_size: int,
+    *,
+    device: str = "",
+    files: bool = True,
+    reads_data: DataFiles = "none",
+    origins: Mapping[str, str] = MappingProxyType({}),
 ) -> PreflightResult:
     """Check whether this run can start: rules between settings, tokenizer, files, machine. Raises nothing.
     device: cpu or cuda of another machine, where it will run; "": this machine's own. files: whether missing files are
-    problems or only notes. reads_data: how the script reads the data that the flags name.
+    problems or only notes. reads_data: how the script reads the data that the flags name. origins: setting -> where its
+    value came from (`parse_args_unchecked`), if that is known.
     """
     config, problems = resolve_and_examine(given, world_size)
     wrong = tokenizer_flag_problems(config.tokenizer)
     problems += [("tokenizer", line) for line in wrong]
     config = dataclasses.replace(config, tokenizer=drop_unused_settings(config.tokenizer))
-    notes, tokenizer = list(ineffective_settings(given, device)), None
+    notes, tokenizer = list(() if problems else _notes(given, config, device, origins)), None
     absent = list(_missing_file_problems(config, reads_data=reads_data))
     if files and not problems:
         problems += [("files", line) for line in absent]
     elif not files:
         notes += [f"{line} (on this machine)" for line in absent]
-    if not wrong and not missing_tokenizer_files(config.tokenizer):
-        tokenizer, lines = _read_tokenizer(config.tokenizer, _tokenizer_file_times(config.tokenizer))
+    if not wrong:
+        tokenizer, lines = _read_tokenizer_if_here(config.tokenizer)
         problems += [("tokenizer", line) for line in lines]
     if tokenizer is not None and not problems:
         config = dataclasses.replace(config, model=_model_config_with_vocabulary(config, tokenizer))
@@ -105,14 +114,10 @@ def _model_config_with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> Mo
     return dataclasses.replace(model, vision=dataclasses.replace(model.vision, image_token_index=token))
 
 
-def ineffective_settings(given: RequestedRun, device: str = "") -> Iterator[str]:
-    """Yield a sentence for each setting that is accepted and changes nothing."""
-    kind = given.tokenizer.tokenizer_type
-    for flag in unused_tokenizer_settings(given.tokenizer).values():
-        yield f"{flag} is accepted, as it changes nothing: --tokenizer-type {kind} does not read it"
-    cut = given.parallel.expert_tensor_parallel_size
-    if cut is not None and not given.model.moe.num_experts:
-        yield f"--expert-tensor-parallel-size {cut} is accepted, as it changes nothing: there are no experts"
+def _notes(given: RequestedRun, config: RunConfig, device: str, origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for each setting that was given and changes nothing. config: what `given` was resolved to."""
+    idle = idle_settings(given, value_of_run(config))
+    yield from (str(one) for one in idle if one.is_noted and origins.get(one.name) != "checkpoint")
     if given.parallel.distributed_backend == "nccl" and device != "cuda":
         from megatron.training.cli.device_checks import device_type
 
@@ -210,9 +215,12 @@ def _missing_file_problems(config: RunConfig, *, reads_data: DataFiles) -> Itera
         yield why
 
 
-def _tokenizer_file_times(config: TokenizerConfig) -> tuple[float, ...]:
+def _read_tokenizer_if_here(config: TokenizerConfig) -> tuple[Tokenizer | None, list[str]]:
+    """Build the tokenizer if its files are here: (tokenizer or None, messages about its files)."""
+    if missing_tokenizer_files(config):
+        return None, []
     files = (config.vocab_file, config.merge_file, config.tokenizer_model)
-    return tuple(os.path.getmtime(file) for file in files if file is not None)
+    return _read_tokenizer(config, tuple(os.path.getmtime(file) for file in files if file is not None))
 
 
 @lru_cache(maxsize=2)

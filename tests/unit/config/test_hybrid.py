@@ -91,10 +91,10 @@ def test_mamba_beside_attention_costs_what_both_cost() -> None:
         ({"ssm_multipliers": (0.5, 2.0), "num_layers": 2}, "--ssm-multipliers has 2 factors; give one each of z, x, B, C, dt"),
         ({"key_multiplier": 0.0, "num_layers": 2}, "a factor is a number other than 0"),
         ({"mlp_multipliers": (0.5, 2.0), "num_layers": 2}, "--mlp-multipliers: factors are for GPTs with gated MLPs"),
-        ({"linear_norm_before_sublayer": True, "num_layers": 2}, "give both, or leave it out"),
+        ({"linear_norm_before_sublayer": True, "num_layers": 2}, "--linear-norm-before-sublayer has no effect; give --norm-after-sublayer, or"),
         ({"linear_norm_epsilon": 0.0, "num_layers": 2}, "--linear-norm-epsilon 0 is no positive number"),
         ({"mamba_norm_epsilon": -1.0, "num_layers": 2}, "--mamba-norm-epsilon -1 is no positive number"),
-        ({"linear_attention_freq": "2", "num_layers": 2}, "for --experimental-attention-variant only"),
+        ({"linear_attention_freq": "2", "num_layers": 2}, "--linear-attention-freq 2 has no effect; give --experimental-attention-variant, or"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:

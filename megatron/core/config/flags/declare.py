@@ -19,6 +19,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, TypeVar, Union
 
+from megatron.core.config.flags.when import When
+
 Config = TypeVar("Config")
 
 # What another value of a field means for a run that goes on from a checkpoint:
@@ -52,6 +54,7 @@ def flag(
     parse: Callable[[str], Any] | None = None,
     metavar: str | None = None,
     role: Role | None = None,
+    used_with: When | tuple[When, ...] | None = None,
 ) -> Any:
     """Declare a dataclass field that is also a flag. Returns the `dataclasses.field`.
 
@@ -59,9 +62,18 @@ def flag(
     another value means when a run resumes from a checkpoint (`Role`); every field of a `RunConfig` has one. off: the
     spelling that turns a default-on switch off, if it is not `--no-<name>`. also: further spellings of the same flag.
     parse: converts one word of the command line; None: the type of the field.
-    metavar: as in argparse.
+    metavar: as in argparse. used_with: conditions without any of which the flag has no effect (`when.py`); None: those of
+    its class, `USED_WITH`, if it has that; (): none.
     """
-    metadata = {"help": help, "off": off, "also": also, "parse": parse, "metavar": metavar, "role": role}
+    metadata = {
+        "help": help,
+        "off": off,
+        "also": also,
+        "parse": parse,
+        "metavar": metavar,
+        "role": role,
+        "used_with": used_with,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -73,7 +85,7 @@ def plain_field(default: Any, *, role: Role) -> Any:
 @cache
 def field_resume_roles(config_class: type) -> Mapping[str, Role | None]:
     """Return field name -> role, of a config class and of nested config classes; None for a field without role."""
-    hints = _resolved_type_hints(config_class)
+    hints = resolved_type_hints(config_class)
     roles: dict[str, Role | None] = {}
     for field in dataclasses.fields(config_class):
         if dataclasses.is_dataclass(hints[field.name]):
@@ -88,6 +100,19 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def off_spelling(field: dataclasses.Field) -> str:
+    """Return the spelling that turns a switch off."""
+    return field.metadata["off"] or f"--no-{flag_name(field.name)[2:]}"
+
+
+def flag_text(field: dataclasses.Field, value: Any) -> str:
+    """Return a flag with a value as on a command line, such as "--lr 0.001", or a switch as it gets this value."""
+    if isinstance(value, bool):
+        return flag_name(field.name) if value else off_spelling(field)
+    words = value if isinstance(value, (tuple, list)) else (value,)
+    return " ".join([flag_name(field.name), *(f"{word:g}" if isinstance(word, float) else str(word) for word in words)])
+
+
 def raw_flag_values(words: Sequence[str]) -> dict[str, str]:
     """The word behind each flag of a command line that is not parsed yet, or the one glued to it by =; of a flag given twice, the last."""
     given = dict(zip(words, [*words[1:], ""]))
@@ -96,7 +121,7 @@ def raw_flag_values(words: Sequence[str]) -> dict[str, str]:
 
 def flag_fields(config_class: type) -> list[tuple[dataclasses.Field, Any]]:
     """Return (field, type) of every flag of a config class and of nested config classes."""
-    hints = _resolved_type_hints(config_class)
+    hints = resolved_type_hints(config_class)
     fields: list[tuple[dataclasses.Field, Any]] = []
     for field in dataclasses.fields(config_class):
         kind = hints[field.name]
@@ -119,7 +144,7 @@ def flag_spellings(field: dataclasses.Field, kind: Any) -> list[str]:
 
 def add_config_arguments(parser: argparse.ArgumentParser, config_class: type) -> None:
     """Add a config class's flags to a parser: a help group titled by its docstring, then those of nested classes."""
-    hints = _resolved_type_hints(config_class)
+    hints = resolved_type_hints(config_class)
     own = [f for f in dataclasses.fields(config_class) if "help" in f.metadata]
     if own:
         title, _, rest = " ".join((config_class.__doc__ or config_class.__name__).split()).partition(". ")
@@ -198,14 +223,14 @@ def _argparse_type_nargs_choices(kind: Any) -> tuple[Callable[[str], Any], bool,
 
 
 @cache
-def _resolved_type_hints(config_class: Hashable) -> dict[str, Any]:
+def resolved_type_hints(config_class: Hashable) -> dict[str, Any]:
     """Return the resolved type of each field; cached, as `get_type_hints` compiles every annotation."""
     return typing.get_type_hints(typing.cast(type, config_class))
 
 
 def config_from_flat_dict(config_class: type[Config], values: Mapping[str, Any]) -> Config:
     """Build a config from a flat mapping of field names, nested configs included; missing fields keep their defaults."""
-    hints = _resolved_type_hints(typing.cast(Hashable, config_class))
+    hints = resolved_type_hints(typing.cast(Hashable, config_class))
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
         kind = hints[field.name]

@@ -9,45 +9,42 @@ format ask here, and none keeps a list of its own.
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from megatron.core.config.flags.declare import config_to_flat_dict, field_resume_roles
+from megatron.core.config.flags.idle import ValueOf, config_fields, idle_names
+from megatron.core.config.flags.when import FACTS
 from megatron.core.config.plan.layers import network_layer_plans
-from megatron.core.config.settings.hybrid import HybridConfig
-from megatron.core.config.settings.model import MLAConfig, ModelConfig, PositionConfig, RequestedModel
-from megatron.core.config.settings.moe import MoEConfig
-from megatron.core.config.settings.vision import VisionConfig
+from megatron.core.config.settings.model import ModelConfig, RequestedModel
+from megatron.core.config.settings.run import RunConfig
 
 
-def _names_starting(config_class: type, prefix: str, *, without: str = "") -> tuple[str, ...]:
-    return tuple(
-        field.name for field in fields(config_class) if field.name.startswith(prefix) and field.name != without
-    )
+def _mixers(run: RunConfig) -> frozenset[str]:
+    return frozenset[str]().union(*(plan.mixer_kinds for plan in network_layer_plans(run.model)))
 
 
-_ROTARY = (
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_type",
-    "no_rope_freq",
-)
-_SCALING = _names_starting(PositionConfig, "rope_scaling_")
-YARN = ("rotary_scaling_factor", *_names_starting(PositionConfig, "yarn_"), "mscale", "mscale_all_dim")
-_RELATIVE = ("relative_attention_num_buckets", "relative_attention_max_distance")
-_LATENT = _names_starting(MLAConfig, "", without="multi_latent_attention")
-_EXPERTS = _names_starting(MoEConfig, "", without="num_experts")
-_MAMBA = _names_starting(HybridConfig, "mamba_")
-_DELTA_NET = _names_starting(HybridConfig, "linear_", without="linear_attention_freq")
-_ATTENTION = ("num_attention_heads", "kv_channels", "num_query_groups", "qk_layernorm", "softmax_scale")
-_VISION = tuple(name for name, role in field_resume_roles(VisionConfig).items() if role in ("network", "adaptable"))
-_PROJECTION = tuple(
-    name for name in _VISION if "projection" in name or "shuffle" in name or name == "disable_vision_class_token"
-)
-_ADAPTERS = ("lora_alpha", "lora_targets", "lora_rslora", "dora")
+# What the facts of flags' conditions are in a run.
+_FACTS: Mapping[str, Callable[[RunConfig], Any]] = {
+    "architecture": lambda run: run.model.architecture,
+    "reward_head": lambda run: run.model.reward_head,
+    "attends": lambda run: bool(_mixers(run) & {"attention", "mla"}),
+    "has_mamba_layers": lambda run: "mamba" in _mixers(run),
+    "has_delta_net_layers": lambda run: "gated_delta_net" in _mixers(run),
+    "mlps": lambda run: frozenset(plan.mlp for plan in network_layer_plans(run.model)),
+    "keeps_state": lambda run: bool(run.model.stateful_mixer_kinds),
+    "uses_rotary": lambda run: run.model.uses_rotary,
+    "uses_yarn": lambda run: run.model.uses_rotary and run.model.rope.is_yarn,
+    "has_gated_mlp": lambda run: run.model.has_gated_mlp,
+    "predicts_far": lambda run: (run.model.mtp.mtp_num_layers or 0) > 1,
+    "images_in_text": lambda run: run.model.has_vision,
+    "reads_images": lambda run: run.model.has_vision or run.model.architecture == "vit",
+    "low_precision_recipe": lambda run: run.precision.low.recipe_name,
+    "update_rules": lambda run: (run.optimizer.elementwise_optimizer, "muon" if run.optimizer.is_muon else ""),
+    "offloads_activations": lambda run: run.offload.offloads_activations,
+}
+assert _FACTS.keys() == FACTS.keys(), "a fact has a name, what makes it so, and a value in a run"
 
 
 def network_fields() -> dict[str, str]:
@@ -55,46 +52,20 @@ def network_fields() -> dict[str, str]:
     return {name: role for name, role in field_resume_roles(RequestedModel).items() if role in ("network", "adaptable")}
 
 
+def value_of_run(run: RunConfig) -> ValueOf:
+    """Return the function that gives the value of a setting or a fact by its name, in a resolved run."""
+    fields = config_fields(RunConfig)
+
+    @cache
+    def value_of(name: str) -> Any:
+        return _FACTS[name](run) if name in _FACTS else fields[name].value(run)
+
+    return value_of
+
+
 def unused_settings(model: ModelConfig) -> frozenset[str]:
     """Return the names of settings that have no effect in this network, given its other settings. model: resolved."""
-    rope, moe, kinds = model.rope, model.moe, {plan.mlp for plan in network_layer_plans(model)}
-    latent, mixers = (
-        model.mla.multi_latent_attention,
-        set[str]().union(*(plan.mixer_kinds for plan in network_layer_plans(model))),
-    )
-    without_effect: dict[tuple[str, ...], bool] = {
-        _ROTARY: not model.uses_rotary,
-        _SCALING: not (model.uses_rotary and rope.use_rope_scaling),
-        YARN: not (model.uses_rotary and rope.is_yarn),
-        _RELATIVE: rope.position_embedding_type != "relative",
-        ("mrope_section",): rope.position_embedding_type != "mrope",
-        ("max_position_embeddings",): rope.position_embedding_type != "learned_absolute",
-        _LATENT: not latent,
-        ("kv_channels", "num_query_groups", "rotary_interleaved"): latent,
-        _ATTENTION: not mixers & {"attention", "mla"},
-        ("moe_layer_freq", "num_layers"): model.is_hybrid,  # as the pattern says
-        _MAMBA: "mamba" not in mixers,
-        _DELTA_NET: "gated_delta_net" not in mixers,
-        ("linear_attention_freq",): model.hybrid.experimental_attention_variant is None,
-        _EXPERTS: not moe.num_experts,
-        _ADAPTERS: not model.adapter.has_adapters,
-        ("ffn_hidden_size",): "dense" not in kinds,
-        ("moe_router_pre_softmax",): moe.moe_router_score_function != "softmax",
-        ("moe_router_group_topk", "moe_router_group_score"): not moe.moe_router_num_groups,
-        ("moe_shared_expert_gate",): not moe.moe_shared_expert_intermediate_size,
-        ("activation_func_clamp_value", "glu_linear_offset"): not model.has_gated_mlp,
-        ("window_attn_skip_freq",): model.window_size is None,
-        ("mtp_use_repeated_layer",): (model.mtp.mtp_num_layers or 0) < 2,
-        ("scale_tied_logits",): not model.ties_embeddings or model.reward_head,
-        ("untie_embeddings_and_output_weights", "final_logit_softcap"): model.reward_head,
-        ("bert_binary_head",): model.architecture != "bert",
-        _VISION: not model.has_vision and model.architecture != "vit",
-        _PROJECTION: not model.has_vision,
-        ("num_classes",): model.architecture != "vit",
-        ("pixel_shuffle_factor",): not model.vision.pixel_shuffle,
-        ("encoder_num_layers", "decoder_num_layers"): model.architecture != "t5",
-    }
-    return frozenset(name for names, holds in without_effect.items() if holds for name in names)
+    return idle_names(RequestedModel, value_of_run(RunConfig(model=model)))
 
 
 def network_setting_differences(a: ModelConfig, b: ModelConfig) -> list[str]:

@@ -13,21 +13,16 @@ from megatron.core.config.adapters import (
     rank_and_alpha_of_lora_target,
 )
 from megatron.core.config.plan.layers import LayerPlan, network_layer_plans
-from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 
 
 @config_rule("adapter-numbers")
 def _adapter_setting_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Adapter settings are given only for a run with adapters, and with valid values."""
+    """Settings of adapters have valid values."""
     config = s.run.model.adapter
     if not config.has_adapters:
-        given = non_default_flags(config, without=("freeze",)) + non_default_flags(
-            s.run.optimizer, ("lora_plus_ratio",)
-        )
-        if given:
-            yield f"{', '.join(given)}: of adapters, and there are none; give --lora-rank"
         return
     if (config.lora_rank or 0) < 1:
         yield f"--lora-rank {config.lora_rank} is not a positive number"

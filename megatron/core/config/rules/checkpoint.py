@@ -6,25 +6,12 @@ from collections.abc import Iterator
 
 from megatron.core.config.flags.declare import flag_name
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
-from megatron.core.config.settings.run import CheckpointConfig
-
-
-def _hf_export_flag_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Yield problems of --export-hf, --export-hf-like and --use-checkpoint-args."""
-    if checkpoint.export_hf is not None and checkpoint.save is None:
-        yield f"--export-hf {checkpoint.export_hf} follows each save, and there is none; give --save"
-    if checkpoint.export_hf_like is not None and checkpoint.export_hf is None:
-        yield f"--export-hf-like {checkpoint.export_hf_like} has nothing to go into; give --export-hf"
-    if checkpoint.use_checkpoint_args and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
-        yield "--use-checkpoint-args has no checkpoint to read; give --load or --pretrained-checkpoint"
 
 
 def _save_best_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Yield problems of --save-best."""
     checkpoint, train = s.run.checkpoint, s.run.train
     if checkpoint.save_best is None:
-        if checkpoint.save_best_mode is not None:
-            yield f"--save-best-mode {checkpoint.save_best_mode} is of no figure; give --save-best"
         return
     if checkpoint.save is None or train.skip_train:
         yield f"--save-best {checkpoint.save_best} keeps a checkpoint of this run; give --save, and no --skip-train"
@@ -37,8 +24,6 @@ def _checkpoint_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Checkpoint settings have a folder and do not contradict each other."""
     checkpoint = s.run.checkpoint
     yield from _save_best_problems(s)
-    if checkpoint.save_interval is not None and checkpoint.save is None:
-        yield f"--save-interval {checkpoint.save_interval} has no folder; give --save"
     if (
         checkpoint.save_retain_interval
         and checkpoint.save_interval
@@ -48,14 +33,13 @@ def _checkpoint_problems(s: ConfigRuleInput) -> Iterator[str]:
             f"--save-retain-interval {checkpoint.save_retain_interval} is not a multiple of --save-interval "
             f"{checkpoint.save_interval}"
         )
-    if checkpoint.require_iteration is not None and checkpoint.load is None:
-        yield f"--require-iteration {checkpoint.require_iteration} has no folder to look into; give --load"
     if checkpoint.require_iteration is not None and checkpoint.ckpt_step is not None:
         yield (
             f"--require-iteration {checkpoint.require_iteration} speaks of the newest checkpoint, and --ckpt-step "
             f"{checkpoint.ckpt_step} chooses one; give one of them"
         )
-    yield from _hf_export_flag_problems(checkpoint)
+    if checkpoint.use_checkpoint_args and checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
+        yield "--use-checkpoint-args has no checkpoint to read; give --load or --pretrained-checkpoint"
 
 
 def _bad_step_problems(s: ConfigRuleInput, *, checks: bool) -> Iterator[str]:

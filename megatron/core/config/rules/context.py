@@ -18,13 +18,8 @@ from megatron.core.config.settings.run import RunConfig
 def context_parallel_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Sequences and heads divide over the context ranks, and the network supports context parallelism."""
     run = s.run
-    model, parallel = run.model, run.parallel
+    parallel = run.parallel
     size, length, tp = parallel.context_parallel_size, run.train.seq_length, parallel.tp
-    if size > 1 and model.architecture != "gpt":
-        yield (
-            f"--context-parallel-size {size}: for pretrain_gpt.py only; BERT's and T5's first positions, memories and "
-            "tables of scores are whole on every rank; leave it out"
-        )
     unit = lcm(2 * size, size * tp) if parallel.sequence_parallel else 2 * size
     if size > 1 and length % unit:
         over = f" x --tensor-model-parallel-size {tp}" if unit != 2 * size else ""
@@ -70,8 +65,6 @@ def _cp_comm_type_problems(run: RunConfig) -> Iterator[str]:
             )
         else:
             inner = given[0]
-        if "a2a+p2p" not in kinds:
-            yield f"{words} is for --cp-comm-type a2a+p2p only; leave it out"
     elif size > 1 and "a2a+p2p" in kinds:
         yield (
             "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes, the sizes of the inner a2a and of the "
@@ -94,8 +87,6 @@ def hybrid_context_parallel_problems(s: ConfigRuleInput) -> Iterator[str]:
     model, parallel, train = run.model, run.parallel, run.train
     limit = parallel.max_seqlen_per_dp_cp_rank
     if not parallel.hybrid_context_parallel:
-        if limit is not None:
-            yield "--max-seqlen-per-dp-cp-rank is for --hybrid-context-parallel only; add it"
         return
     ranks = max(1, parallel.data_parallel_size(world_size))  # too few ranks are refused by another rule
     if limit is None or limit < 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.plan.layers import network_layer_plans
-from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.run import RunConfig
 
 
@@ -15,8 +15,6 @@ def cuda_graph_problems(s: ConfigRuleInput) -> Iterator[str]:
     run = s.run
     config = run.graphs
     if config.cuda_graph_impl == "none":
-        if given := non_default_flags(config, ("cuda_graph_modules", "cuda_graph_warmup_steps")):
-            yield f"{' and '.join(given)}: for --cuda-graph-impl local only; add it"
         return
     for why in (*_cuda_graph_obstacles(run), *_cuda_graph_dropout_obstacles(run)):
         yield f"--cuda-graph-impl local: {why}"

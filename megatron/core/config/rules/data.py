@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.flags.declare import flag_name
-from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 
 
 @config_rule("data")
@@ -40,8 +40,6 @@ def _fim_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Fill-in-the-middle has its special tokens and valid rates."""
     fill = s.run.data.fill
     if not fill.fim_data:
-        if given := non_default_flags(fill, without=("fim_data",)):
-            yield f"{', '.join(given)}: for --fim-data only; add it"
         return
     if s.run.data.chat.sft:
         yield "--fim-data rearranges documents, and --sft reads conversations; keep one"
@@ -49,8 +47,6 @@ def _fim_problems(s: ConfigRuleInput) -> Iterator[str]:
         rate = getattr(fill, name)
         if rate is not None and not 0 <= rate <= 1:
             yield f"{flag_name(name)} {rate:g} is a probability, from 0 to 1"
-    if fill.fim_fragment_rate is not None and fill.fim_split_sample is None:
-        yield "--fim-fragment-rate needs --fim-split-sample, which says what cuts a document into fragments"
 
 
 @config_rule("conversations")
@@ -58,8 +54,6 @@ def _sft_data_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Conversations have one prompt format, and no other setting of their loss."""
     data = s.run.data
     if not data.chat.sft:
-        if data.chat.sft_tokenizer_prompt_format != "tokenizer":
-            yield "--sft-tokenizer-prompt-format is for --sft only; add it"
         return
     if data.eod_mask_loss:
         yield (
@@ -75,20 +69,13 @@ def _sft_data_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("masked-text")
 def _masked_text_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Settings of masked text and of token windows are given only with that kind of data."""
-    model, data, masking = s.run.model, s.run.data, s.run.data.masking
+    """Rates of masked text are valid, and a sequence has room for two texts."""
+    model, masking = s.run.model, s.run.data.masking
     if model.architecture == "gpt":
-        if given := non_default_flags(masking):
-            yield f"{', '.join(given)}: for pretrain_bert.py and pretrain_t5.py only; leave out"
         return
     if not 0 < masking.mask_prob < 1:
         yield f"--mask-prob {masking.mask_prob:g} hides nothing or everything; choose a share between 0 and 1"
     if not 0 <= masking.short_seq_prob <= 1:
         yield f"--short-seq-prob {masking.short_seq_prob:g} is a probability, from 0 to 1"
-    windows = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "dataloader_inter_document_masking")
-    names = non_default_flags(data, windows)
-    names += non_default_flags(data.fill, ("fim_data",)) + non_default_flags(data.chat, ("sft",))
-    if names:
-        yield f"{', '.join(names)}: for windows of text, which only pretrain_gpt.py reads; leave out"
     if model.architecture == "bert" and s.run.train.seq_length is not None and s.run.train.seq_length < 5:
         yield f"--seq-length {s.run.train.seq_length} has no room for [CLS], two [SEP] and two texts; give at least 5"

@@ -18,6 +18,7 @@ from megatron.core.config.rules import (
     hybrid,
     layout,
     network,
+    no_effect,
     optimizer,
     overlap,
     precision,
@@ -27,7 +28,7 @@ from megatron.core.config.rules import (
 from megatron.core.config.rules.rule import ConfigRuleInput, Rule
 from megatron.core.config.settings.run import RunConfig
 
-_NETWORK_FILES = (run, layout, network, attention, experts, hybrid, precision, context)
+_NETWORK_FILES = (no_effect, run, layout, network, attention, experts, hybrid, precision, context)
 _OTHER_FILES = (optimizer, overlap, cuda_graphs, data, checkpoint, adapters, vision)
 NEEDS = run.NEEDS
 _OTHERS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.plan.layers import nearest_multiples_text
-from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, division_problem, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, division_problem
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.run import RunConfig
 
@@ -14,8 +14,6 @@ def _shared_expert_problems(run: RunConfig) -> Iterator[str]:
     """Yield problems of the settings of the shared expert."""
     moe = run.model.moe
     if moe.moe_shared_expert_intermediate_size is None:
-        if given := non_default_flags(moe, ("moe_shared_expert_gate", "moe_shared_expert_overlap")):
-            yield f"{', '.join(given)}: there is no shared expert; give --moe-shared-expert-intermediate-size"
         if "shared_experts" in (run.recompute.recompute_modules or ()):
             yield "--recompute-modules shared_experts: there is none; give --moe-shared-expert-intermediate-size"
     elif moe.moe_shared_expert_overlap and moe.moe_token_dispatcher_type == "allgather":
@@ -27,37 +25,21 @@ def _shared_expert_problems(run: RunConfig) -> Iterator[str]:
 
 @config_rule("experts")
 def expert_setting_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Settings of experts are given only with experts, and with the parts that they concern."""
+    """Experts are those of a decoder, and what is recomputed or sent of them is there."""
     run = s.run
     model, moe = run.model, run.model.moe
     if not moe.num_experts:
-        yield from _unused_expert_flags_problem(run)
+        absent = [
+            name for name in run.recompute.recompute_modules or () if name in ("moe", "moe_act", "shared_experts")
+        ]
+        if absent:
+            yield f"--recompute-modules {' '.join(absent)}: there are no experts; give --num-experts, or leave it out"
         return
     if model.architecture != "gpt":
         yield f"--num-experts {moe.num_experts}: for pretrain_gpt.py only; leave it out"
     yield from _shared_expert_problems(run)
-    if moe.moe_token_dispatcher_type != "flex" and (moe.moe_enable_deepep or moe.moe_flex_dispatcher_backend != "auto"):
-        yield "--moe-enable-deepep, --moe-flex-dispatcher-backend: these are about --moe-token-dispatcher-type flex; choose it"
     if moe.moe_enable_deepep and moe.moe_flex_dispatcher_backend == "alltoall":
         yield "--moe-enable-deepep contradicts --moe-flex-dispatcher-backend alltoall; leave one out"
-    if moe.moe_expert_capacity_factor is None:
-        if given := non_default_flags(moe, ("moe_pad_expert_input_to_capacity", "moe_token_drop_policy")):
-            yield f"{', '.join(given)}: experts have no capacity; give --moe-expert-capacity-factor"
-
-
-def _unused_expert_flags_problem(run: RunConfig) -> Iterator[str]:
-    """Yield the problem of expert flags in a network without experts."""
-    moe, parallel = run.model.moe, run.parallel
-    elsewhere = ("num_experts", "moe_use_upcycling", "moe_upcycling_granularity")  # rules of their own speak of these
-    given = non_default_flags(moe, without=elsewhere)
-    given += ["--expert-model-parallel-size"] if parallel.expert_model_parallel_size != 1 else []
-    given += [
-        f"--recompute-modules {module}"
-        for module in run.recompute.recompute_modules or ()
-        if module in ("moe", "moe_act", "shared_experts")
-    ]
-    if given:
-        yield f"{', '.join(given)}: there are no experts; give --num-experts, or leave out"
 
 
 @config_rule("experts-over-ranks", needs_sizes=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import can_exchange_heads
 
@@ -23,12 +23,8 @@ def _hybrid_pattern_problems(s: ConfigRuleInput) -> Iterator[str]:
     if hybrid.hybrid_layer_pattern is None:
         return
     symbols = hybrid.layer_symbols + "".join(hybrid.mtp_patterns)
-    if model.architecture != "gpt":
-        yield "--hybrid-layer-pattern is for language models of one decoder; leave it out"
     if model.num_layers != len(hybrid.layer_symbols):
         yield f"--num-layers {model.num_layers} and the {len(hybrid.layer_symbols)} symbols of --hybrid-layer-pattern are two numbers; leave --num-layers out"
-    if hybrid.experimental_attention_variant or model.moe.moe_layer_freq != "1":
-        yield "--hybrid-layer-pattern says what every layer is; leave out --experimental-attention-variant and --moe-layer-freq"
     if ("E" in symbols) != bool(model.moe.num_experts):
         yield "E in --hybrid-layer-pattern and --num-experts go together; give both or neither"
     if ("+" in symbols) != model.mla.multi_latent_attention:
@@ -62,15 +58,11 @@ def _state_size_problems(s: ConfigRuleInput) -> Iterator[str]:
         for mixer in sorted(model.stateful_mixer_kinds)
         if (problem := _mixer_head_division_problem(s, *hybrid.state_heads_and_groups(mixer), *used[mixer]))
     ]
-    if s.run.parallel.state_comm_type != "auto" and not model.stateful_mixer_kinds:
-        yield f"--state-comm-type {s.run.parallel.state_comm_type}: no layer has a state; leave it out"
     limits = hybrid.mamba_time_step_limit
     if limits and (len(limits) != 2 or not 0.0 <= limits[0] < limits[1]):
         given = " ".join(map(str, limits))
         yield f"--mamba-time-step-limit {given}: give the smallest and the largest, such as 0.001 inf"
     yield from _stateful_mixer_norm_problems(model)
-    if hybrid.linear_attention_freq is not None and hybrid.experimental_attention_variant is None:
-        yield "--linear-attention-freq is for --experimental-attention-variant only; add it or leave out"
     if model.stateful_mixer_kinds and (model.norm_after_residual or model.apply_residual_connection_post_layernorm):
         yield "layers with a state have their norm before them; leave out the flags that place norms elsewhere"
 
@@ -79,7 +71,7 @@ def _state_size_problems(s: ConfigRuleInput) -> Iterator[str]:
 def _mamba_beside_attention_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Mamba-2 in parallel with attention, and fixed multipliers, are for plain decoders only."""
     model = s.run.model
-    given = non_default_flags(model.multipliers)
+    given = model.multipliers.given_flags
     yield from model.multipliers.multiplier_problems()
     if model.hybrid.parallel_mamba and (
         model.architecture != "gpt"
@@ -114,13 +106,6 @@ def _stateful_mixer_norm_problems(model: ModelConfig) -> Iterator[str]:
     ):
         if epsilon is not None and epsilon <= 0:
             yield f"{flag} {epsilon:g} is no positive number; choose one such as 1e-5, or leave it out"
-    if model.hybrid.linear_norm_before_sublayer and not (
-        model.norm_after_sublayer and model.hybrid.experimental_attention_variant
-    ):
-        yield (
-            "--linear-norm-before-sublayer excepts the layers of --experimental-attention-variant from --norm-after-sublayer; give both, or leave "
-            "it out"
-        )
 
 
 def _mixer_head_division_problem(s: ConfigRuleInput, heads: int, groups: int, heads_flag: str, groups_flag: str) -> str:

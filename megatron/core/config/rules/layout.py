@@ -7,13 +7,8 @@ from collections.abc import Iterator
 from megatron.core.config.flags.declare import ConfigError, flag_name
 from megatron.core.config.plan.layers import microbatch_group_problem, nearest_multiples_text
 from megatron.core.config.plan.stages import stage_specs_of_run
-from megatron.core.config.rules.rule import (
-    ConfigRuleInput,
-    config_rule,
-    division_problem,
-    divisors_text,
-    non_default_flags,
-)
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, division_problem, divisors_text
+from megatron.core.config.settings.parallel import ParallelConfig
 
 
 @config_rule("world-size", needs_sizes=True)
@@ -129,19 +124,22 @@ def _pipeline_split_problem(s: ConfigRuleInput) -> str:
             "leave out virtual stages, or choose 1f1b, which interleaves them"
         )
     if parallel.pp == 1 and len(stages) > 1:
-        asking = non_default_flags(
-            parallel,
-            (
-                "num_virtual_stages_per_pipeline_rank",
-                "num_layers_per_virtual_pipeline_stage",
-                "pipeline_model_parallel_layout",
-            ),
-        )
         return (
             f"{len(stages)} chunks on a pipeline of one rank have nothing to interleave with; choose "
-            f"--pipeline-model-parallel-size 2 or more, or leave out {' and '.join(asking)}"
+            f"--pipeline-model-parallel-size 2 or more, or leave out {' and '.join(_flags_of_chunks(parallel))}"
         )
     return ""
+
+
+def _flags_of_chunks(parallel: ParallelConfig) -> Iterator[str]:
+    """Yield the given flags by which a rank has several chunks of layers."""
+    for name in (
+        "num_virtual_stages_per_pipeline_rank",
+        "num_layers_per_virtual_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    ):
+        if getattr(parallel, name) is not None:
+            yield flag_name(name)
 
 
 @config_rule("interleaved-groups", needs_sizes=True)
@@ -180,9 +178,6 @@ def _fsdp_problems(s: ConfigRuleInput) -> Iterator[str]:
     """FSDP2 is not combined with what it does itself, or with a layout that it does not support."""
     parallel = s.run.parallel
     if not parallel.use_torch_fsdp2:
-        alone = parallel.torch_fsdp2_no_reshard_after_forward
-        if alone:
-            yield "--torch-fsdp2-no-reshard-after-forward keeps what --use-torch-fsdp2 has gathered; add it"
         return
     reasons = {
         "use_distributed_optimizer": "cuts the optimizer state, which is cut already",
@@ -192,16 +187,15 @@ def _fsdp_problems(s: ConfigRuleInput) -> Iterator[str]:
         "ddp_num_buckets": "is for buckets; a layer is what is gathered and summed at once",
         "hybrid_context_parallel": "gives ranks different numbers of microbatches, and all must gather a layer as often",
     }
+    writes = "lets every data-parallel rank write by itself, and all must gather a layer as often"
+    given = {name: (getattr(parallel, name), why) for name, why in reasons.items()} | {
+        "eval_generate": (s.run.train.eval_generate, writes),
+        "online_evaluation_config": (s.run.data.multimodal.online_evaluation_config, writes),
+    }
     yield from [
         f"{flag_name(name)} {why}; leave it out, or --use-torch-fsdp2"
-        for name, why in reasons.items()
-        if getattr(parallel, name) not in (False, None)
+        for name, (value, why) in given.items()
+        if value not in (False, None)
     ]
-    writing = non_default_flags(s.run.train, ("eval_generate",))
-    for name in writing + non_default_flags(s.run.data.multimodal, ("online_evaluation_config",)):
-        yield (
-            f"{name} lets every data-parallel rank write by itself, and all must gather a layer as often; leave it out, "
-            "or --use-torch-fsdp2"
-        )
     if parallel.splits_backward:
         yield f"--pipeline-schedule {parallel.pipeline_schedule} adds to gradients when FSDP2 has summed them; choose 1f1b, or leave out --use-torch-fsdp2"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.config.flags.declare import flag_name
 from megatron.core.config.plan.layers import nearest_multiples_text
-from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.vision import vision_encoder_config
@@ -37,14 +37,7 @@ def _encoder_decoder_problems(s: ConfigRuleInput) -> Iterator[str]:
             f"--seq-length {train.seq_length} and --encoder-seq-length {train.encoder_seq_length} both say what the "
             "encoder reads; keep one"
         )
-    yield from _decoder_length_problems(s) if model.architecture == "t5" else _unused_decoder_flags_problem(s)
-
-
-def _unused_decoder_flags_problem(s: ConfigRuleInput) -> Iterator[str]:
-    names = non_default_flags(s.run.model, ("decoder_num_layers",))
-    names += non_default_flags(s.run.train, ("decoder_seq_length",))
-    if names:
-        yield f"{', '.join(names)}: for pretrain_t5.py only; give --num-layers and --seq-length"
+    yield from _decoder_length_problems(s) if model.architecture == "t5" else ()
 
 
 def _decoder_length_problems(s: ConfigRuleInput) -> Iterator[str]:
@@ -102,8 +95,6 @@ def _norm_placement_problem(model: ModelConfig) -> str:
         )
     if model.norm_after_residual and model.fp32_residual_connection:
         return "--fp32-residual-connection has no residual to keep under --norm-after-residual, which norms it; drop one of them"
-    if model.architecture != "bert" and (model.norm_after_residual or model.embedding_layernorm):
-        return "--norm-after-residual and --embedding-layernorm are for pretrain_bert.py only; leave them out"
     if model.sandwich_norm and (model.norm_after_residual or model.apply_residual_connection_post_layernorm):
         return (
             "--sandwich-norm has a norm before and behind each sublayer, and --norm-after-residual or "
@@ -119,19 +110,11 @@ def _norm_placement_problem(model: ModelConfig) -> str:
     return ""
 
 
-def _t5_norm_placement_problem(model: ModelConfig) -> str:
-    """Return the problem of norms behind sublayers in a T5, whose cross attention has none, or ""."""
-    for name in ("norm_after_sublayer", "sandwich_norm"):
-        if getattr(model, name) and model.architecture == "t5":
-            return f"{flag_name(name)} knows no norm behind the cross attention of a T5; leave it out"
-    return ""
-
-
 @config_rule("norms")
 def _norm_problem(s: ConfigRuleInput) -> str:
     """Norms have one placement, which the network supports."""
     model = s.run.model
-    if problem := _norm_placement_problem(model) or _t5_norm_placement_problem(model):
+    if problem := _norm_placement_problem(model):
         return problem
     if model.kernels.requested_kernels.get("residual_norm", "apart") != "apart" and (
         not model.has_plain_pre_norm or {"layernorm", "mlp", "moe"} & set(s.run.recompute.recompute_modules or ())
@@ -155,19 +138,12 @@ def _dropout_range_problem(s: ConfigRuleInput) -> str:
 
 @config_rule("recompute")
 def _recompute_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Recomputation settings belong to the granularity that is chosen."""
+    """Recomputation has a method and valid numbers, and what it cuts is whole."""
     choice = s.run.recompute
-    full = choice.recompute_granularity == "full"
-    if full and choice.recompute_method is None:
+    if choice.recompute_granularity == "full" and choice.recompute_method is None:
         yield "--recompute-granularity full needs --recompute-method uniform or block"
-    if not full and choice.recompute_method is not None:
-        yield f"--recompute-method {choice.recompute_method} is for --recompute-granularity full only"
     if choice.recompute_num_layers is not None and choice.recompute_num_layers < 1:
         yield f"--recompute-num-layers {choice.recompute_num_layers} must be at least 1"
-    if choice.recompute_modules is not None and choice.recompute_granularity != "selective":
-        yield "--recompute-modules is for --recompute-granularity selective only"
-    if choice.distribute_saved_activations and not full:
-        yield "--distribute-saved-activations is for --recompute-granularity full only"
     if choice.distribute_saved_activations and s.run.parallel.sequence_parallel:
         yield "--distribute-saved-activations has nothing to cut under --sequence-parallel; drop one of them"
 
@@ -203,18 +179,3 @@ def _why_kernel_unused(run: RunConfig, op: str) -> str:
         "adamw": "" if run.optimizer.elementwise_optimizer == "adam" else "no weight is updated by Adam",
     }
     return reasons.get(op, "")
-
-
-@config_rule("compilation")
-def _unused_compile_flags_problem(s: ConfigRuleInput) -> str:
-    """Compiler settings are given only with --compile, and the compiler has something to compile."""
-    config = s.run.compilation
-    given = non_default_flags(config, ("compile_mode", "compile_backend"))
-    if not config.compile:
-        return f"{' and '.join(given)}: for --compile only; add it" if given else ""
-    if config.compile_backend != "inductor" and "--compile-mode" in given:
-        return (
-            f"--compile-mode {config.compile_mode} is for kernels, and --compile-backend {config.compile_backend} makes none; "
-            "leave one of them out"
-        )
-    return ""

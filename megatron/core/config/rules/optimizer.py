@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
 
 from megatron.core.config.flags.declare import flag_name
-from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.optim import OptimizerConfig
-
-_FORMATS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-_HOST = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params")
 
 
 def _optimizer_offload_problems(config: OptimizerConfig) -> Iterator[str]:
@@ -20,26 +16,15 @@ def _optimizer_offload_problems(config: OptimizerConfig) -> Iterator[str]:
         yield "--optimizer-cpu-offload: Muon's products of matrices are no work for a CPU; leave it out, or choose adam"
     if config.optimizer_cpu_offload and config.optimizer == "adafactor":
         yield "--optimizer-cpu-offload moves moments, and --optimizer adafactor keeps next to none; leave it out, or choose adam"
-    if not config.optimizer_cpu_offload:
-        yield from _unused_flags_problem(config, _HOST, "--optimizer-cpu-offload")
     if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
         yield f"--optimizer-offload-fraction {config.optimizer_offload_fraction:g} is a share, from 0 to 1"
 
 
 @config_rule("update-rule")
 def update_rule_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Settings of an optimizer are given only with that optimizer."""
+    """Settings of optimizers have valid values, and their state is where the optimizer can use it."""
     config = s.run.optimizer
-    names = [field.name for field in fields(OptimizerConfig)]
-    for prefix, chosen in (
-        ("muon", config.is_muon),
-        ("lion", config.elementwise_optimizer == "lion"),
-        ("adafactor", config.optimizer == "adafactor"),
-    ):
-        if not chosen:
-            flags = [name for name in names if name.startswith(f"{prefix}_")]
-            yield from _unused_flags_problem(config, flags, f"--optimizer {prefix}")
-    for name in names:
+    for name in (field.name for field in fields(OptimizerConfig)):
         if name.startswith("adafactor_") and getattr(config, name) <= 0:
             yield f"{flag_name(name)} {getattr(config, name):g} must be above 0"
     for name in ("lion_beta1", "lion_beta2", "muon_momentum"):
@@ -58,7 +43,6 @@ def optimizer_dtype_problems(s: ConfigRuleInput) -> Iterator[str]:
     run = s.run
     precision = run.precision
     if not precision.use_precision_aware_optimizer:
-        yield from _unused_flags_problem(precision, _FORMATS, "--use-precision-aware-optimizer")
         return
     if run.optimizer.optimizer != "adam":
         yield f"--use-precision-aware-optimizer keeps the moments of adam, and --optimizer {run.optimizer.optimizer} has others; drop one"
@@ -81,12 +65,6 @@ def optimizer_dtype_problems(s: ConfigRuleInput) -> Iterator[str]:
 def activation_offload_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Activation offloading is chosen by one method, and the layers support it."""
     config = s.run.offload
-    if not config.offloads_activations:
-        yield from _unused_flags_problem(
-            config,
-            ("offload_modules", "min_offloaded_tensor_size"),
-            "--fine-grained-activation-offloading or --cpu-offloading-num-layers",
-        )
     if config.cpu_offloading_num_layers < 0 or config.min_offloaded_tensor_size < 0:
         yield "--cpu-offloading-num-layers and --min-offloaded-tensor-size: neither is below 0"
     if config.fine_grained_activation_offloading and not config.offload_modules:
@@ -98,9 +76,3 @@ def activation_offload_problems(s: ConfigRuleInput) -> Iterator[str]:
         yield f"--offload-modules {' '.join(experts)}: of experts, and there are none; leave out"
     if config.offloads_activations and s.run.compilation.compile:
         yield "--compile decides itself what a layer saves, before it could be sent away; drop it, or activation offloading"
-
-
-def _unused_flags_problem(config: Any, names: Iterable[str], wants: str) -> Iterator[str]:
-    """Yield a message if some fields differ from their defaults. wants: the flag without which they do nothing."""
-    if given := non_default_flags(config, names):
-        yield f"{', '.join(given)}: for {wants} only; add it, or leave out"

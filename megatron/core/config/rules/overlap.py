@@ -14,14 +14,8 @@ def overlap_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Overlapped communication takes place in the layout, can be overlapped, and buckets have one size."""
     run = s.run
     parallel = run.parallel
-    if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
-        yield "--overlap-param-gather gathers what --use-distributed-optimizer has cut; add it"
     if parallel.ddp_bucket_size is not None and parallel.ddp_num_buckets is not None:
         yield "--ddp-bucket-size and --ddp-num-buckets both set the buckets; keep one"
-    if parallel.tp_comm_overlap and not parallel.sequence_parallel:
-        yield "--tp-comm-overlap sends pieces of the sequence round, which --sequence-parallel cuts; add it"
-    if parallel.tp_comm_overlap_rs_dgrad and not parallel.tp_comm_overlap:
-        yield "--tp-comm-overlap-rs-dgrad is for --tp-comm-overlap only; add it"
     if parallel.overlap_moe_expert_parallel_comm:
         yield from _dual_batch_problems(run)
     if parallel.delay_wgrad_compute:

@@ -7,24 +7,17 @@ from collections.abc import Iterator
 from megatron.core.config.adapters import linear_shapes_of_layer
 from megatron.core.config.flags.declare import flag_name
 from megatron.core.config.plan.layers import LayerPlan
-from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.run import RunConfig
 
-_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
 _STATES = {"mamba": "Mamba-2", "gated_delta_net": "a gated delta net"}
-_ENDS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
-def _other_recipe_flag_problems(run: RunConfig) -> Iterator[str]:
-    """Yield problems of flags that the chosen recipe does not use, and of the layers left in bf16."""
+def _bf16_layer_problems(run: RunConfig) -> Iterator[str]:
+    """Yield problems of the layers that are left in bf16."""
     low, num_layers = run.precision.low, run.model.encoder_or_decoder_depth()
-    if low.fp4_format is not None and (given := non_default_flags(low, ("fp8_recipe",))):
-        yield f"{', '.join(given)}: --fp4-format has a recipe of its own; leave it out"
-    elif low.recipe_name != "delayed" and (given := non_default_flags(low, _DELAYED)):
-        yield f"{', '.join(given)}: these are about --fp8-recipe delayed; choose it, or leave out"
-    if not low.first_last_layers_bf16 and (given := non_default_flags(low, _ENDS)):
-        yield f"{', '.join(given)}: these are about --first-last-layers-bf16; give it, or leave out"
-    negative = [f"{flag_name(name)} {getattr(low, name)}" for name in _ENDS if getattr(low, name) < 0]
+    ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    negative = [f"{flag_name(name)} {getattr(low, name)}" for name in ends if getattr(low, name) < 0]
     if negative:
         yield f"{', '.join(negative)}: a number of layers is at least 0"
     elif not any(low.is_low_precision_layer(layer, num_layers) for layer in range(num_layers)):
@@ -36,18 +29,16 @@ def _other_recipe_flag_problems(run: RunConfig) -> Iterator[str]:
 
 @config_rule("low-precision", needs_sizes=True)
 def low_precision_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Low-precision matmuls have one recipe, only settings of that recipe, and layers that use it."""
+    """Low-precision matmuls have one recipe, and layers that use it."""
     run = s.run
-    low, _num_layers = run.precision.low, run.model.encoder_or_decoder_depth()
+    low = run.precision.low
     if not low.recipe_name:
-        if given := non_default_flags(low):
-            yield f"{', '.join(given)}: nothing is multiplied in 8 or 4 bits; give --fp8-format or --fp4-format, or leave out"
         return
     if low.fp8_format is not None and low.fp4_format is not None:
         yield "--fp8-format and --fp4-format contradict each other; keep one"
     if run.precision.fp16:
         yield f"--fp16 scales all gradients by one number, and {_low_precision_format_flag(run)} each matrix by its own; choose --bf16"
-    yield from _other_recipe_flag_problems(run)
+    yield from _bf16_layer_problems(run)
     if low.fp8_amax_history_len < 1:
         yield f"--fp8-amax-history-len {low.fp8_amax_history_len}: a history holds at least one step; choose 1 or more"
     if run.parallel.hybrid_context_parallel:
@@ -61,7 +52,7 @@ def low_precision_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 def _fp8_param_gather_problems(run: RunConfig) -> Iterator[str]:
     """Yield problems of --fp8-param-gather and --fp4-param-gather."""
-    low, optimizer = run.precision.low, run.optimizer
+    low = run.precision.low
     flag, other = (
         ("--fp4-param-gather", "--fp8-param-gather") if low.fp4_format else ("--fp8-param-gather", "--fp4-param-gather")
     )
@@ -71,10 +62,12 @@ def _fp8_param_gather_problems(run: RunConfig) -> Iterator[str]:
         yield f"{flag} is about what --use-distributed-optimizer gathers; add it"
     if run.model.mla.multi_latent_attention:
         yield f"{flag}: --multi-latent-attention reads its weights as they are when it decodes; leave one of them out"
-    given = non_default_flags(run.precision, ("use_precision_aware_optimizer",))
-    given += non_default_flags(optimizer, ("optimizer_cpu_offload",))
-    if given:
-        yield f"{flag} keeps main weights of its own in fp32, which {' and '.join(given)} would keep elsewhere; leave one of them out"
+    elsewhere = {
+        "--use-precision-aware-optimizer": run.precision.use_precision_aware_optimizer,
+        "--optimizer-cpu-offload": run.optimizer.optimizer_cpu_offload,
+    }
+    if given := " and ".join(name for name, chosen in elsewhere.items() if chosen):
+        yield f"{flag} keeps main weights of its own in fp32, which {given} would keep elsewhere; leave one of them out"
 
 
 @config_rule("low-precision-sizes", needs_sizes=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from megatron.core.config.flags.declare import flag_name
 from megatron.core.config.plan.layers import nearest_multiples_text
 from megatron.core.config.settings.run import RunConfig
 
@@ -46,12 +44,6 @@ class Rule:
 def config_rule(name: str, *, needs_sizes: bool = False) -> Callable[[Find], Rule]:
     """Return the decorator that makes a `Rule` of a function, whose docstring says what holds where the rule is kept."""
     return lambda find: Rule(name, find, needs_sizes)
-
-
-def non_default_flags(config: Any, names: Iterable[str] = (), *, without: Collection[str] = ()) -> list[str]:
-    """Return the flags of fields that differ from their defaults: of `names`, or of all but `without`."""
-    usual = {field.name: field.default for field in fields(config)}
-    return [flag_name(name) for name in names or usual if name not in without and getattr(config, name) != usual[name]]
 
 
 def division_problem(size: str, value: int, over: str, parts: int) -> Iterator[str]:

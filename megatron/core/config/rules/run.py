@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from megatron.core.config.flags.declare import flag_name
 from megatron.core.config.plan.layers import nearest_multiples_text
-from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 
 
 @config_rule("required")
@@ -95,20 +95,16 @@ def _learning_rate_problem(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("number-formats")
 def _dtype_flags_problem(s: ConfigRuleInput) -> Iterator[str]:
-    """One number format is chosen, and settings of a format are given only with it."""
+    """One number format is chosen."""
     precision = s.run.precision
     chosen = [flag_name(name) for name in ("fp16", "bf16", "fp64") if getattr(precision, name)]
     if len(chosen) > 1:
         yield f"{' and '.join(chosen)} contradict each other; keep one"
-    elif precision.loss_scale is not None and not precision.fp16:
-        yield f"--loss-scale {precision.loss_scale:g} is for --fp16 only; add --fp16 or drop it"
-    elif precision.grad_reduce_in_bf16 and not precision.bf16:
-        yield "--grad-reduce-in-bf16 is for --bf16 only; add --bf16 or drop it"
 
 
 @config_rule("samples-in-training")
 def _eval_generate_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Sampling during training needs a network that generates text, and a number of tokens."""
+    """Texts that are generated during training have a valid length and temperature, and whole sequences on each rank."""
     train = s.run.train
     online = s.run.data.multimodal.online_evaluation_config
     if online is not None and s.run.parallel.context_parallel_size > 1:
@@ -117,11 +113,7 @@ def _eval_generate_problems(s: ConfigRuleInput) -> Iterator[str]:
             "leave one out"
         )
     if train.eval_generate is None:
-        if given := non_default_flags(train, ("eval_generate_tokens", "eval_generate_temperature")):
-            yield f"{', '.join(given)}: for --eval-generate only; give it a file of prompts"
         return
-    if s.run.model.architecture != "gpt":
-        yield "--eval-generate: text is continued by a GPT only; leave it out"
     if s.run.parallel.context_parallel_size > 1:
         yield f"--eval-generate: text is generated without --context-parallel-size {s.run.parallel.context_parallel_size}; leave one out"
     if train.eval_generate_tokens < 1:

@@ -6,21 +6,12 @@ import math
 from collections.abc import Iterator
 
 from megatron.core.config.flags.declare import flag_name
-from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, divisors_text, non_default_flags
+from megatron.core.config.rules.rule import ConfigRuleInput, config_rule, divisors_text
 from megatron.core.config.settings.vision import VisionConfig
 
 
 def _reads_images(s: ConfigRuleInput) -> bool:
     return s.run.model.has_vision or s.run.model.architecture == "vit"
-
-
-@config_rule("images")
-def _unused_image_flags_problem(s: ConfigRuleInput) -> str:
-    """Image settings are given only for a network that reads images."""
-    if _reads_images(s):
-        return ""
-    given = non_default_flags(s.run.model.vision) + non_default_flags(s.run.data.multimodal)
-    return f"{', '.join(given)}: of images, which this network does not read; add --vision-model-type" if given else ""
 
 
 @config_rule("image-sizes", needs_sizes=True)
@@ -83,15 +74,12 @@ def _image_sequence_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("image-tiles", needs_sizes=True)
 def _tile_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Flags of image tiles are given only with tiling, and with valid values."""
+    """Tiles are as their tags need them, and limits of images leave some in."""
     data = s.run.data.multimodal
     if not _reads_images(s):
         return
     if data.max_num_tiles < 1:
         yield f"--max-num-tiles {data.max_num_tiles} is not a positive number"
-    given = non_default_flags(data, ("max_num_tiles", "use_thumbnail", "use_tile_tags"))
-    if not data.use_tiling and given:
-        yield f"{', '.join(given)}: for --use-tiling only; add it"
     if data.use_tiling and data.image_aspect_ratio != "square":
         yield (
             f"--use-tiling stretches an image to its tiles, and --image-aspect-ratio {data.image_aspect_ratio} does not "
@@ -123,12 +111,5 @@ def _smolvlm_tile_problems(s: ConfigRuleInput) -> Iterator[str]:
 @config_rule("image-classifier", needs_sizes=True)
 def _image_classifier_problems(s: ConfigRuleInput) -> Iterator[str]:
     """An image classifier keeps each image whole on every rank."""
-    if s.run.model.architecture != "vit":
-        return
-    parallel = s.run.parallel
-    if parallel.sequence_parallel:
+    if s.run.model.architecture == "vit" and s.run.parallel.sequence_parallel:
         yield "--sequence-parallel cuts texts; an image's tokens are whole on every rank, so leave it out"
-    if s.run.model.moe.num_experts:
-        yield "--num-experts: encoders of images have none; leave it out"
-    if s.run.model.vision.freeze_LM or s.run.model.vision.freeze_vision_projection:
-        yield "--freeze-LM, --freeze-vision-projection: of pretrain_vlm.py; freeze the encoder with --freeze-ViT"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron.core.config.flags.declare import flag
+from megatron.core.config.flags.when import When
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +15,13 @@ class AdapterConfig:
     these are trained, and the network is frozen.
     """
 
+    USED_WITH: ClassVar[When] = When("lora_rank")
+
     lora_rank: int | None = flag(
         None,
         "rank of the adapters; the weights of the network are then frozen. Left out: no adapters",
         role="adaptable",
+        used_with=(),
     )
     lora_alpha: float | None = flag(
         None, "an adapter's product is multiplied by this over its rank; left out: the rank", role="adaptable"
@@ -42,7 +46,10 @@ class AdapterConfig:
         (), "parameters that are trained beside the adapters and saved with them, by patterns of names", role="training"
     )
     freeze: tuple[str, ...] = flag(
-        (), "parameters that are not trained, by patterns of names such as embedding.* or *.layers.0.*", role="training"
+        (),
+        "parameters that are not trained, by patterns of names such as embedding.* or *.layers.0.*",
+        role="training",
+        used_with=(),
     )
 
     @property

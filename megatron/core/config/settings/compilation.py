@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron.core.config.flags.declare import flag
+from megatron.core.config.flags.when import When
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,15 +15,19 @@ class CompileConfig:
     first step takes longer.
     """
 
+    USED_WITH: ClassVar[When] = When("compile")
+
     compile: bool = flag(
         False,
         "compile the layers with torch.compile; parameters, checkpoints and random numbers stay as they are",
         role="free",
+        used_with=(),
     )
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = flag(
         "default",
         "--compile: what the compiler aims at; the second also tries out matmuls at the start, for minutes",
         role="free",
+        used_with=(When("compile"), When("compile_backend", ("inductor",))),
     )
     compile_backend: Literal["inductor", "aot_eager"] = flag(
         "inductor",
@@ -41,8 +46,10 @@ class CudaGraphConfig:
     small kernels takes longer than they do.
     """
 
+    USED_WITH: ClassVar[When] = When("cuda_graph_impl", ("local",))
+
     cuda_graph_impl: Literal["none", "local"] = flag(
-        "none", "local: record the layers as CUDA graphs, one for each microbatch under way", role="free"
+        "none", "local: record the layers as CUDA graphs, one for each microbatch under way", role="free", used_with=()
     )
     cuda_graph_modules: tuple[Module, ...] = flag(
         (),

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron.core.config.flags.declare import flag
+from megatron.core.config.flags.when import When
 from megatron.core.config.settings.multimodal import MultimodalDataConfig
+
+# Windows of text are what a decoder reads; the image classifier reads none, and passes over masks.
+TEXT = When("architecture", ("gpt",))
+MASKED_TEXT = (When("architecture", ("bert", "t5"), idle="noted"), When("architecture", ("bert", "t5", "vit")))
+
+
+def _of_tokenizer(*kinds: str) -> When:
+    """Return the condition that the tokenizer is of one of these kinds."""
+    return When("tokenizer_type", kinds, idle="noted")
+
 
 # What a script reads of the files that its flags name: nothing, datasets, or (but with --sft) files of lines by their whole names.
 DataFiles = Literal["none", "datasets", "lines"]
@@ -19,7 +30,9 @@ class FIMConfig:
     two texts.
     """
 
-    fim_data: bool = flag(False, "rearrange documents as prefix, suffix, middle", role="training")
+    USED_WITH: ClassVar[When] = When("fim_data")
+
+    fim_data: bool = flag(False, "rearrange documents as prefix, suffix, middle", role="training", used_with=TEXT)
     fim_rate: float = flag(0.5, "probability that a document is rearranged", role="training")
     fim_spm_rate: float = flag(0.5, "probability that the suffix of a rearranged document comes first", role="training")
     fim_prefix_token: str = flag(
@@ -42,6 +55,7 @@ class FIMConfig:
         None,
         "probability that a fragment of a document chosen by --fim-rate is rearranged (default: 1)",
         role="training",
+        used_with=(When("fim_data"), When("fim_split_sample")),
     )
     fim_no_prefix: str | None = flag(
         None, "documents and fragments that begin with this text stay as they are", role="training"
@@ -58,6 +72,7 @@ class SFTDataConfig:
         False,
         "learn the assistant's answers; conversations are packed into samples and do not see each other",
         role="data",
+        used_with=TEXT,
     )
     sft_tokenizer_prompt_format: Literal["tokenizer", "chatml", "llama2", "llama3", "mistral", "plain"] = flag(
         "tokenizer",
@@ -65,12 +80,15 @@ class SFTDataConfig:
         "nothing else, of the user only images",
         also=("--tokenizer-prompt-format",),
         role="training",
+        used_with=When("sft"),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class MaskingConfig:
     """Masked text. How sentences become the samples of pretrain_bert.py and pretrain_t5.py."""
+
+    USED_WITH: ClassVar[tuple[When, ...]] = MASKED_TEXT
 
     mask_prob: float = flag(0.15, "share of the tokens that are hidden", role="training")
     short_seq_prob: float = flag(0.1, "share of samples that aim at a random shorter length", role="data")
@@ -123,16 +141,19 @@ class DataConfig:
     log_samples: str | None = flag(
         None, "folder for a JSON line a microbatch: which samples each rank read, and their hash", role="free"
     )
-    reset_position_ids: bool = flag(False, "positions start again after each end of document", role="training")
+    reset_position_ids: bool = flag(
+        False, "positions start again after each end of document", role="training", used_with=TEXT
+    )
     reset_attention_mask: bool = flag(
-        False, "a token does not attend to earlier documents of its sequence", role="training"
+        False, "a token does not attend to earlier documents of its sequence", role="training", used_with=TEXT
     )
     dataloader_inter_document_masking: bool = flag(
         False,
         "documents of a sample are apart: --reset-attention-mask and --reset-position-ids in one",
         role="training",
+        used_with=TEXT,
     )
-    eod_mask_loss: bool = flag(False, "no loss where the input is an end of document", role="training")
+    eod_mask_loss: bool = flag(False, "no loss where the input is an end of document", role="training", used_with=TEXT)
     mid_level_dataset_surplus: float = flag(
         0.005, "share of extra samples prepared in each dataset of a blend", role="data"
     )
@@ -172,46 +193,66 @@ class TokenizerConfig:
         role="tokenizer",
     )
     vocab_file: str | None = flag(
-        None, "vocabulary file: vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece*", role="tokenizer"
+        None,
+        "vocabulary file: vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece*",
+        role="tokenizer",
+        used_with=_of_tokenizer("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
     )
-    merge_file: str | None = flag(None, "merges of a byte-level BPE: merges.txt", role="tokenizer")
+    merge_file: str | None = flag(
+        None, "merges of a byte-level BPE: merges.txt", role="tokenizer", used_with=_of_tokenizer("GPT2BPETokenizer")
+    )
     tokenizer_model: str | None = flag(
         None,
         "model of the tokenizer: a SentencePiece .model, a rank file of tiktoken, or a "
         "tokenizer.json or the folder that holds it",
         role="tokenizer",
+        used_with=_of_tokenizer(
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "HuggingFaceTokenizer",
+            "TikTokenizer",
+        ),
     )
     vocab_size: int | None = flag(
         None,
         "NullTokenizer: number of ids, the last of which ends documents; TikTokenizer: number "
         "of ids to keep, special tokens included",
         role="tokenizer",
+        used_with=_of_tokenizer("NullTokenizer", "TikTokenizer"),
     )
     vocab_extra_ids: int = flag(
-        0, "sentinels <extra_id_0>, <extra_id_1> ... to add at the end of the vocabulary", role="tokenizer"
+        0,
+        "sentinels <extra_id_0>, <extra_id_1> ... to add at the end of the vocabulary",
+        role="tokenizer",
+        used_with=_of_tokenizer("BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer"),
     )
     tiktoken_pattern: Literal["v1", "v2", "gpt2", "llama3", "cl100k", "o200k"] | None = flag(
         None,
         "how TikTokenizer cuts text into words; left out: v2 for JSON, and for the published r50k_base, cl100k_base and o200k_base "
         "their own",
         role="tokenizer",
+        used_with=_of_tokenizer("TikTokenizer"),
     )
     tiktoken_num_special_tokens: int | None = flag(
         None,
         "ids that TikTokenizer keeps for special tokens, before those of a JSON rank file (default: 1000)",
         role="tokenizer",
+        used_with=_of_tokenizer("TikTokenizer"),
     )
     tokenizer_special_tokens: tuple[str, ...] | None = flag(
         None,
         "names of TikTokenizer's special tokens, in the order of their ids",
         also=("--tiktoken-special-tokens",),
         role="tokenizer",
+        used_with=_of_tokenizer("TikTokenizer"),
     )
     tokenizer_hf_include_special_tokens: bool = flag(
         True,
         "HuggingFaceTokenizer does not put the special tokens of its tokenizer.json around each text",
         off="--tokenizer-hf-no-include-special-tokens",
         role="tokenizer",
+        used_with=_of_tokenizer("HuggingFaceTokenizer"),
     )
     chat_template: str | None = flag(
         None,
@@ -219,10 +260,16 @@ class TokenizerConfig:
         role="training",
     )
     null_tokenizer_eod_id: int | None = flag(
-        None, "NullTokenizer's end of document (default: --vocab-size less one)", role="tokenizer"
+        None,
+        "NullTokenizer's end of document (default: --vocab-size less one)",
+        role="tokenizer",
+        used_with=_of_tokenizer("NullTokenizer"),
     )
     null_tokenizer_pad_id: int | None = flag(
-        None, "NullTokenizer's padding (default, and -1: it has none)", role="tokenizer"
+        None,
+        "NullTokenizer's padding (default, and -1: it has none)",
+        role="tokenizer",
+        used_with=_of_tokenizer("NullTokenizer"),
     )
 
     @property

@@ -8,6 +8,11 @@ from itertools import pairwise
 from typing import Literal
 
 from megatron.core.config.flags.declare import flag
+from megatron.core.config.flags.when import When
+
+MAMBA = When("has_mamba_layers", idle="noted")
+DELTA_NET = When("has_delta_net_layers", idle="noted")
+
 
 # Symbol -> (mixer, MLP) of a layer, either of which may be none.
 SYMBOLS: dict[str, tuple[str, str]] = {
@@ -32,6 +37,7 @@ class HybridConfig:
         "next pipeline stage, / the layers of a depth of multi-token prediction",
         role="network",
         also=("--hybrid-override-pattern",),
+        used_with=When("architecture", ("gpt",)),
     )
     hybrid_attention_ratio: float = flag(
         0.0,
@@ -43,52 +49,70 @@ class HybridConfig:
         "share of --num-layers that is MLPs, spread evenly; without --hybrid-layer-pattern, which says more",
         role="free",
     )
-    mamba_state_dim: int = flag(128, "Mamba-2: size of the state of each channel", role="network")
-    mamba_head_dim: int = flag(64, "Mamba-2: channels of a head", role="network")
-    mamba_num_groups: int = flag(8, "Mamba-2: groups of heads that share B and C", role="network")
+    mamba_state_dim: int = flag(128, "Mamba-2: size of the state of each channel", role="network", used_with=MAMBA)
+    mamba_head_dim: int = flag(64, "Mamba-2: channels of a head", role="network", used_with=MAMBA)
+    mamba_num_groups: int = flag(8, "Mamba-2: groups of heads that share B and C", role="network", used_with=MAMBA)
     mamba_num_heads: int | None = flag(
-        None, "Mamba-2: heads; left out: twice the hidden size in channels", role="network"
+        None, "Mamba-2: heads; left out: twice the hidden size in channels", role="network", used_with=MAMBA
     )
     mamba_time_step_limit: tuple[float, ...] = flag(
-        (), "Mamba-2: smallest and largest time step; left out: any", role="network"
+        (), "Mamba-2: smallest and largest time step; left out: any", role="network", used_with=MAMBA
     )
     mamba_output_norm: Literal["after_gate", "before_gate", "none"] = flag(
         "after_gate",
         "Mamba-2: norm of its output, after the gate (Mamba-2), before it, or none (Falcon-H1)",
         role="network",
+        used_with=MAMBA,
     )
     parallel_mamba: bool = flag(
         False,
         "every layer has Mamba-2 beside attention, on one norm; their outputs are summed (Falcon-H1)",
         role="network",
     )
-    mamba_norm_epsilon: float = flag(1e-5, "Mamba-2: epsilon of the norm of its gated output", role="network")
+    mamba_norm_epsilon: float = flag(
+        1e-5, "Mamba-2: epsilon of the norm of its gated output", role="network", used_with=MAMBA
+    )
     experimental_attention_variant: Literal["gated_delta_net", "gdn"] | None = flag(
-        None, "layers that are not left as attention by --linear-attention-freq have a gated delta net", role="network"
+        None,
+        "layers that are not left as attention by --linear-attention-freq have a gated delta net",
+        role="network",
+        used_with=When("hybrid_layer_pattern", (None,)),
     )
     linear_attention_freq: str | None = flag(
         None,
         "--experimental-attention-variant: every n-th layer has attention, or a list such as [1]*3+[0] with 1 for the variant; left out: none has",
         role="network",
+        used_with=When("experimental_attention_variant"),
     )
-    linear_conv_kernel_dim: int = flag(4, "gated delta net: inputs that its convolution sees", role="network")
-    linear_key_head_dim: int = flag(128, "gated delta net: size of a query and key head", role="network")
-    linear_value_head_dim: int = flag(128, "gated delta net: size of a value head", role="network")
-    linear_num_key_heads: int = flag(16, "gated delta net: query and key heads", role="network")
-    linear_num_value_heads: int = flag(32, "gated delta net: value heads, a multiple of the key heads", role="network")
+    linear_conv_kernel_dim: int = flag(
+        4, "gated delta net: inputs that its convolution sees", role="network", used_with=DELTA_NET
+    )
+    linear_key_head_dim: int = flag(
+        128, "gated delta net: size of a query and key head", role="network", used_with=DELTA_NET
+    )
+    linear_value_head_dim: int = flag(128, "gated delta net: size of a value head", role="network", used_with=DELTA_NET)
+    linear_num_key_heads: int = flag(16, "gated delta net: query and key heads", role="network", used_with=DELTA_NET)
+    linear_num_value_heads: int = flag(
+        32, "gated delta net: value heads, a multiple of the key heads", role="network", used_with=DELTA_NET
+    )
 
     linear_allow_neg_eigval: bool = flag(
         False,
         "gated delta net: rates of writing go up to two instead of one, so that a state may change its sign (OLMo-hybrid)",
         role="network",
+        used_with=DELTA_NET,
     )
     linear_norm_epsilon: float | None = flag(
-        None, "gated delta net: epsilon of the norm of its heads; left out: --norm-epsilon", role="network"
+        None,
+        "gated delta net: epsilon of the norm of its heads; left out: --norm-epsilon",
+        role="network",
+        used_with=DELTA_NET,
     )
     linear_norm_before_sublayer: bool = flag(
         False,
         "layers with a gated delta net have norms before mixer and MLP, and --norm-after-sublayer is for the others (OLMo-hybrid)",
         role="network",
+        used_with=(When("norm_after_sublayer"), When("experimental_attention_variant"), DELTA_NET),
     )
 
     def state_heads_and_groups(self, mixer: str) -> tuple[int, int]:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron.core.config.flags.declare import flag
+from megatron.core.config.flags.when import When
+
+LOW = When("low_precision_recipe")
+DELAYED = (LOW, When("low_precision_recipe", ("delayed",)))
+ENDS = (LOW, When("first_last_layers_bf16"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,36 +19,49 @@ class LowPrecisionConfig:
     keeps the format of the run.
     """
 
+    USED_WITH: ClassVar[When] = LOW
+
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(
-        None, "multiply in 8 bits: all in e4m3, or gradients in e5m2 (hybrid)", role="training"
+        None, "multiply in 8 bits: all in e4m3, or gradients in e5m2 (hybrid)", role="training", used_with=()
     )
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] = flag(
         "delayed",
         "what shares a scale: a tensor, by its own largest value (tensorwise) or by those of earlier steps (delayed); 32 "
         "elements in a row (mxfp8); 128 in a row, of weights 128 x 128 (blockwise)",
         role="training",
+        used_with=(LOW, When("fp4_format", (None,))),
     )
     fp8_margin: int = flag(
-        0, "--fp8-recipe delayed: powers of two to stay below the largest number of the format", role="training"
+        0,
+        "--fp8-recipe delayed: powers of two to stay below the largest number of the format",
+        role="training",
+        used_with=DELAYED,
     )
-    fp8_amax_history_len: int = flag(1, "--fp8-recipe delayed: steps whose largest values are kept", role="training")
+    fp8_amax_history_len: int = flag(
+        1, "--fp8-recipe delayed: steps whose largest values are kept", role="training", used_with=DELAYED
+    )
     fp8_amax_compute_algo: Literal["most_recent", "max"] = flag(
         "most_recent",
         "--fp8-recipe delayed: scale by the last step's largest value, or by the largest of those kept",
         role="training",
+        used_with=DELAYED,
     )
     fp8_wgrad: bool = flag(
         True, "do not multiply gradients of weights in 8 or 4 bits; in the format of the run", role="training"
     )
     first_last_layers_bf16: bool = flag(False, "the first and last layers keep the format of the run", role="training")
-    num_layers_at_start_in_bf16: int = flag(1, "--first-last-layers-bf16: how many at the start", role="training")
-    num_layers_at_end_in_bf16: int = flag(1, "--first-last-layers-bf16: how many at the end", role="training")
+    num_layers_at_start_in_bf16: int = flag(
+        1, "--first-last-layers-bf16: how many at the start", role="training", used_with=ENDS
+    )
+    num_layers_at_end_in_bf16: int = flag(
+        1, "--first-last-layers-bf16: how many at the end", role="training", used_with=ENDS
+    )
     fp8_param_gather: bool = flag(
         False,
         "--fp8-format, --use-distributed-optimizer: weights are kept, and gathered, in 8 bits (mxfp8: twice) beside their fp32 main weights",
         role="training",
     )
-    fp4_format: Literal["e2m1"] | None = flag(None, "multiply in 4 bits", role="training")
+    fp4_format: Literal["e2m1"] | None = flag(None, "multiply in 4 bits", role="training", used_with=())
     fp4_recipe: Literal["nvfp4"] | None = flag(
         None,
         "how 4 bits are scaled; left out: nvfp4, 16 elements share a scale in e4m3, gradients are rounded by chance",

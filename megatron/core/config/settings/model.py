@@ -6,15 +6,31 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron.core.config.flags.declare import ConfigError, flag, plain_field
+from megatron.core.config.flags.when import When
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.hybrid import HybridConfig, hybrid_pattern_from_ratios
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.multipliers import MultiplierConfig
 from megatron.core.config.settings.vision import VisionConfig
+
+ROTATES = When("uses_rotary", idle="noted")
+STRETCHED_PLAINLY = (
+    When(
+        "multi_latent_attention", (False,), instead="stretch its rotations by --rope-type yarn --rotary-scaling-factor"
+    ),
+    When("uses_yarn", (False,)),
+    ROTATES,
+)
+LLAMA_SCALED = When("use_rope_scaling", idle="noted")
+YARN = When("uses_yarn")
+NOT_LATENT = When("multi_latent_attention", (False,))
+ATTENDS = When("attends", idle="noted")
+NOT_T5 = When("architecture", ("gpt", "bert", "vit"))
+GATED = When("has_gated_mlp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,56 +45,97 @@ class PositionConfig:
         "time, height and width; relative: T5's bias of the scores by distance",
         role="network",
     )
-    relative_attention_num_buckets: int = flag(32, "relative: kinds of distance that are told apart", role="network")
-    relative_attention_max_distance: int = flag(128, "relative: distances from here on are alike", role="network")
-    rotary_base: float = flag(10000.0, "base (theta) of the rotary frequencies", role="adaptable")
-    rotary_percent: float = flag(1.0, "share of each head that is rotated", role="adaptable")
+    relative_attention_num_buckets: int = flag(
+        32,
+        "relative: kinds of distance that are told apart",
+        role="network",
+        used_with=When("position_embedding_type", ("relative",), idle="noted"),
+    )
+    relative_attention_max_distance: int = flag(
+        128,
+        "relative: distances from here on are alike",
+        role="network",
+        used_with=When("position_embedding_type", ("relative",), idle="noted"),
+    )
+    rotary_base: float = flag(10000.0, "base (theta) of the rotary frequencies", role="adaptable", used_with=ROTATES)
+    rotary_percent: float = flag(1.0, "share of each head that is rotated", role="adaptable", used_with=ROTATES)
     rotary_interleaved: bool = flag(
         False,
         "rotate neighbouring channels together instead of the two halves of a head; latent attention always does",
         role="network",
+        used_with=(NOT_LATENT, ROTATES),
     )
     rotary_seq_len_interpolation_factor: float | None = flag(
-        None, "divide positions by this factor (linear interpolation)", role="adaptable"
+        None, "divide positions by this factor (linear interpolation)", role="adaptable", used_with=STRETCHED_PLAINLY
     )
-    use_rope_scaling: bool = flag(False, "rescale low frequencies as Llama 3.1 does", role="adaptable")
-    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling", role="adaptable")
+    use_rope_scaling: bool = flag(
+        False, "rescale low frequencies as Llama 3.1 does", role="adaptable", used_with=STRETCHED_PLAINLY
+    )
+    rope_scaling_factor: float = flag(
+        8.0, "factor of --use-rope-scaling", role="adaptable", used_with=(ROTATES, LLAMA_SCALED)
+    )
     rope_scaling_low_freq_factor: float = flag(
-        1.0, "turns over the original length below which --use-rope-scaling is full", role="adaptable"
+        1.0,
+        "turns over the original length below which --use-rope-scaling is full",
+        role="adaptable",
+        used_with=(ROTATES, LLAMA_SCALED),
     )
     rope_scaling_high_freq_factor: float = flag(
-        4.0, "turns over the original length above which --use-rope-scaling is none", role="adaptable"
+        4.0,
+        "turns over the original length above which --use-rope-scaling is none",
+        role="adaptable",
+        used_with=(ROTATES, LLAMA_SCALED),
     )
     rope_scaling_original_length: int = flag(
-        8192, "positions that the network was trained on before --use-rope-scaling", role="adaptable"
+        8192,
+        "positions that the network was trained on before --use-rope-scaling",
+        role="adaptable",
+        used_with=(ROTATES, LLAMA_SCALED),
     )
     rope_type: Literal["rope", "yarn"] | None = flag(
-        None, "kind of rotation; left out: as --position-embedding-type says", role="adaptable"
+        None, "kind of rotation; left out: as --position-embedding-type says", role="adaptable", used_with=ROTATES
     )
-    rotary_scaling_factor: float = flag(1.0, "yarn: how many times longer texts become", role="adaptable")
+    rotary_scaling_factor: float = flag(
+        1.0, "yarn: how many times longer texts become", role="adaptable", used_with=YARN
+    )
     yarn_original_max_position_embeddings: int = flag(
-        4096, "yarn: positions that the network was trained on before", role="adaptable"
+        4096, "yarn: positions that the network was trained on before", role="adaptable", used_with=YARN
     )
     yarn_beta_fast: float = flag(
-        32.0, "yarn: pairs that turn more often than this over the original length stay as they are", role="adaptable"
+        32.0,
+        "yarn: pairs that turn more often than this over the original length stay as they are",
+        role="adaptable",
+        used_with=YARN,
     )
     yarn_beta_slow: float = flag(
-        1.0, "yarn: pairs that turn less often than this are slowed by the whole factor", role="adaptable"
+        1.0,
+        "yarn: pairs that turn less often than this are slowed by the whole factor",
+        role="adaptable",
+        used_with=YARN,
     )
     yarn_correction_range_round_to_int: bool = flag(
-        True, "yarn: do not round where the pairs between the two begin and end to whole numbers", role="adaptable"
+        True,
+        "yarn: do not round where the pairs between the two begin and end to whole numbers",
+        role="adaptable",
+        used_with=YARN,
     )
     mscale: float = flag(
-        1.0, "yarn: how much the rotated sizes grow with the logarithm of the factor", role="adaptable"
+        1.0, "yarn: how much the rotated sizes grow with the logarithm of the factor", role="adaptable", used_with=YARN
     )
     mscale_all_dim: float = flag(
-        0.0, "yarn: how much the scores grow with the logarithm of the factor", role="adaptable"
+        0.0, "yarn: how much the scores grow with the logarithm of the factor", role="adaptable", used_with=YARN
     )
     mrope_section: tuple[int, ...] | None = flag(
-        None, "mrope: pairs that turn by time, by height and by width", role="network"
+        None,
+        "mrope: pairs that turn by time, by height and by width",
+        role="network",
+        used_with=When("position_embedding_type", ("mrope",)),
     )
     no_rope_freq: str | None = flag(
-        None, "layers without rotations: every n-th, or a list such as [0]*3+[1] with 1 for none", role="adaptable"
+        None,
+        "layers without rotations: every n-th, or a list such as [0]*3+[1] with 1 for none",
+        role="adaptable",
+        used_with=When("uses_rotary"),
     )
 
     @property
@@ -93,8 +150,13 @@ class MLAConfig:
     (DeepSeek-V2, 2024).
     """
 
+    USED_WITH: ClassVar[When] = When("multi_latent_attention")
+
     multi_latent_attention: bool = flag(
-        False, "keys and values come from a latent vector; one rotated key serves all heads", role="network"
+        False,
+        "keys and values come from a latent vector; one rotated key serves all heads",
+        role="network",
+        used_with=When("architecture", ("gpt",)),
     )
     q_lora_rank: int | None = flag(
         None, "size of the queries' latent vector; left out: queries have none", role="network"
@@ -111,9 +173,18 @@ class MTPConfig:
     2024).
     """
 
-    mtp_num_layers: int | None = flag(None, "tokens predicted beyond the next one", role="network")
+    USED_WITH: ClassVar[When] = When("mtp_num_layers")
+
+    mtp_num_layers: int | None = flag(
+        None, "tokens predicted beyond the next one", role="network", used_with=When("architecture", ("gpt",))
+    )
     mtp_loss_scaling_factor: float = flag(0.1, "weight of the mean of their losses", role="training")
-    mtp_use_repeated_layer: bool = flag(False, "one layer serves all depths", role="network")
+    mtp_use_repeated_layer: bool = flag(
+        False,
+        "one layer serves all depths",
+        role="network",
+        used_with=(When("mtp_num_layers"), When("predicts_far", idle="noted")),
+    )
     mtp_detach_heads: bool = flag(False, "their losses do not train the layers before them", role="training")
 
 
@@ -121,21 +192,54 @@ class MTPConfig:
 class RequestedModel:
     """Model. The shape of the network. Sizes that are left out follow from the others."""
 
-    num_layers: int | None = flag(None, "number of transformer layers", role="network")
-    encoder_num_layers: int | None = flag(None, "T5: layers of the encoder; the same as --num-layers", role="network")
+    num_layers: int | None = flag(
+        None,
+        "number of transformer layers",
+        role="network",
+        used_with=When("hybrid_layer_pattern", (None,), idle="accepted"),
+    )
+    encoder_num_layers: int | None = flag(
+        None,
+        "T5: layers of the encoder; the same as --num-layers",
+        role="network",
+        used_with=When("architecture", ("t5",), idle="accepted"),
+    )
     decoder_num_layers: int | None = flag(
-        None, "T5: layers of the decoder; left out: as many as the encoder has", role="network"
+        None,
+        "T5: layers of the decoder; left out: as many as the encoder has",
+        role="network",
+        used_with=When("architecture", ("t5",)),
     )
     hidden_size: int | None = flag(None, "width of the residual stream", role="network")
     ffn_hidden_size: int | None = flag(
-        None, "width of the MLP; left out: 4h, or with --swiglu 8h/3 rounded down to 64", role="network"
+        None,
+        "width of the MLP; left out: 4h, or with --swiglu 8h/3 rounded down to 64",
+        role="network",
+        used_with=When("mlps", ("dense",), idle="accepted"),
     )
-    num_attention_heads: int | None = flag(None, "number of query heads", role="network")
-    kv_channels: int | None = flag(None, "size of one head; left out: hidden size / heads", role="network")
-    group_query_attention: bool = flag(False, "several query heads share a key/value head", role="free")
-    num_query_groups: int = flag(1, "number of key/value heads, with --group-query-attention", role="network")
+    num_attention_heads: int | None = flag(
+        None, "number of query heads", role="network", used_with=When("attends", idle="accepted")
+    )
+    kv_channels: int | None = flag(
+        None,
+        "size of one head; left out: hidden size / heads",
+        role="network",
+        used_with=(When("multi_latent_attention", (False,), idle="noted"), ATTENDS),
+    )
+    group_query_attention: bool = flag(
+        False, "several query heads share a key/value head", role="free", used_with=NOT_LATENT
+    )
+    num_query_groups: int = flag(
+        1,
+        "number of key/value heads, with --group-query-attention",
+        role="network",
+        used_with=(When("multi_latent_attention", (False,), idle="noted"), ATTENDS),
+    )
     max_position_embeddings: int | None = flag(
-        None, "longest sequence that positions allow; left out: --seq-length", role="network"
+        None,
+        "longest sequence that positions allow; left out: --seq-length",
+        role="network",
+        used_with=When("position_embedding_type", ("learned_absolute",), idle="accepted"),
     )
     make_vocab_size_divisible_by: int = flag(
         128, "pad the vocabulary to a multiple of this times the tensor size", role="free"
@@ -144,7 +248,12 @@ class RequestedModel:
     true_vocab_size: int | None = plain_field(
         None, role="network"
     )  # the tokenizer's size, filled in once the tokenizer is there
-    untie_embeddings_and_output_weights: bool = flag(False, "give the output layer a matrix of its own", role="network")
+    untie_embeddings_and_output_weights: bool = flag(
+        False,
+        "give the output layer a matrix of its own",
+        role="network",
+        used_with=When("reward_head", (False,), idle="accepted"),
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "kind of norm", role="network")
     norm_epsilon: float = flag(1e-5, "epsilon of the norms", role="adaptable")
     apply_layernorm_1p: bool = flag(
@@ -153,7 +262,9 @@ class RequestedModel:
         role="network",
     )
     add_bias_linear: bool = flag(True, "linear layers without biases", off="--disable-bias-linear", role="network")
-    add_qkv_bias: bool = flag(False, "bias on queries, keys and values even with --disable-bias-linear", role="network")
+    add_qkv_bias: bool = flag(
+        False, "bias on queries, keys and values even with --disable-bias-linear", role="network", used_with=NOT_LATENT
+    )
     swiglu: bool = flag(False, "gated MLP with SiLU instead of GELU", role="network")
     quick_geglu: bool = flag(False, "gated MLP with x * sigmoid(1.702 x)", role="network")
     squared_relu: bool = flag(False, "MLP with the square of ReLU", role="network")
@@ -164,41 +275,73 @@ class RequestedModel:
         None,
         "gated MLP: gate and linear half are kept below this, and the linear half above its negative (gpt-oss)",
         role="network",
+        used_with=GATED,
     )
-    glu_linear_offset: float = flag(0.0, "gated MLP: added to the linear half (gpt-oss: 1)", role="network")
+    glu_linear_offset: float = flag(
+        0.0, "gated MLP: added to the linear half (gpt-oss: 1)", role="network", used_with=GATED
+    )
     qk_layernorm: bool = flag(
-        False, "norm of every query and key head; of latent attention: of the latents", role="network"
+        False,
+        "norm of every query and key head; of latent attention: of the latents",
+        role="network",
+        used_with=ATTENDS,
     )
     qk_layernorm_across_heads: bool = flag(
         False,
         "--qk-layernorm: one norm over the queries of all heads and one over the keys of all, instead of one a head (OLMo 2)",
         role="network",
+        used_with=(When("qk_layernorm"), NOT_LATENT, When("normalization", ("RMSNorm",))),
     )
     qk_l2_norm: bool = flag(
-        False, "queries and keys are divided by their root mean square after rotation, without weights", role="network"
+        False,
+        "queries and keys are divided by their root mean square after rotation, without weights",
+        role="network",
+        used_with=(NOT_T5, NOT_LATENT),
     )
     qk_clip: bool = flag(
         False,
         "after each step, weights of queries and keys shrink where a head's largest score was too large",
         role="training",
+        used_with=NOT_T5,
     )
-    qk_clip_threshold: float = flag(100.0, "--qk-clip: largest score that is left alone", role="training")
-    qk_clip_alpha: float = flag(0.5, "--qk-clip: share of the shrinking that queries take", role="training")
+    qk_clip_threshold: float = flag(
+        100.0, "--qk-clip: largest score that is left alone", role="training", used_with=When("qk_clip")
+    )
+    qk_clip_alpha: float = flag(
+        0.5, "--qk-clip: share of the shrinking that queries take", role="training", used_with=When("qk_clip")
+    )
     window_size: str | None = flag(
-        None, "positions before and after its own that a query sees, as LEFT,RIGHT; -1: all", role="adaptable"
+        None,
+        "positions before and after its own that a query sees, as LEFT,RIGHT; -1: all",
+        role="adaptable",
+        used_with=NOT_T5,
     )
     window_attn_skip_freq: str | None = flag(
-        None, "layers without the window: every n-th, or a list such as [1]*3+[0] with 1 for a window", role="adaptable"
+        None,
+        "layers without the window: every n-th, or a list such as [1]*3+[0] with 1 for a window",
+        role="adaptable",
+        used_with=When("window_size"),
     )
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag(
         "vanilla",
         "attention sinks: one more score of zero, or a learned one a head, that takes weight and gives nothing",
         role="network",
+        used_with=(NOT_T5, NOT_LATENT),
     )
-    attention_logit_softcap: float | None = flag(None, "scores become cap * tanh(score / cap)", role="adaptable")
-    final_logit_softcap: float | None = flag(None, "logits become cap * tanh(logit / cap)", role="adaptable")
+    attention_logit_softcap: float | None = flag(
+        None, "scores become cap * tanh(score / cap)", role="adaptable", used_with=NOT_T5
+    )
+    final_logit_softcap: float | None = flag(
+        None,
+        "logits become cap * tanh(logit / cap)",
+        role="adaptable",
+        used_with=(NOT_T5, When("reward_head", (False,), idle="accepted")),
+    )
     attention_output_gate: bool = flag(
-        False, "each head's output is multiplied by a sigmoid of the layer's input", role="network"
+        False,
+        "each head's output is multiplied by a sigmoid of the layer's input",
+        role="network",
+        used_with=(NOT_T5, NOT_LATENT),
     )
     init_method_std: float = flag(
         0.02, "deviation of the initial weights; output projections use it over sqrt(2 layers)", role="training"
@@ -215,28 +358,46 @@ class RequestedModel:
         role="network",
     )
     norm_after_residual: bool = flag(
-        False, "norms stand after each residual sum and none ends the network (published BERT)", role="network"
+        False,
+        "norms stand after each residual sum and none ends the network (published BERT)",
+        role="network",
+        used_with=When("architecture", ("bert",)),
     )
     sandwich_norm: bool = flag(
-        False, "norms stand behind each sublayer too, before its residual sum (Gemma 2)", role="network"
+        False,
+        "norms stand behind each sublayer too, before its residual sum (Gemma 2)",
+        role="network",
+        used_with=NOT_T5,
     )
     norm_after_sublayer: bool = flag(
-        False, "norms stand behind each sublayer instead of before it, before its residual sum (OLMo 2)", role="network"
+        False,
+        "norms stand behind each sublayer instead of before it, before its residual sum (OLMo 2)",
+        role="network",
+        used_with=NOT_T5,
     )
-    embedding_layernorm: bool = flag(False, "norm of the embeddings (published BERT)", role="network")
+    embedding_layernorm: bool = flag(
+        False, "norm of the embeddings (published BERT)", role="network", used_with=When("architecture", ("bert",))
+    )
     scale_embeddings: bool = flag(False, "embeddings are multiplied by sqrt(hidden size) (Gemma)", role="network")
     fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32", role="training")
     softmax_scale: float | None = flag(
-        None, "factor of the attention scores; left out: 1/sqrt(head size) (T5: 1)", role="network"
+        None, "factor of the attention scores; left out: 1/sqrt(head size) (T5: 1)", role="network", used_with=ATTENDS
     )
     scale_tied_logits: bool = flag(
-        False, "logits of a tied output layer are divided by sqrt(hidden size) (T5 v1.0)", role="network"
+        False,
+        "logits of a tied output layer are divided by sqrt(hidden size) (T5 v1.0)",
+        role="network",
+        used_with=(
+            When("untie_embeddings_and_output_weights", (False,), idle="noted"),
+            When("reward_head", (False,), idle="noted"),
+        ),
     )
     bert_binary_head: bool = flag(
         True,
         "BERT: learn hidden words alone, and nothing about pairs of texts",
         off="--bert-no-binary-head",
         role="network",
+        used_with=When("architecture", ("bert",), idle="noted"),
     )
     attention_backend: Literal[
         "auto",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron.core.config.flags.declare import flag
+from megatron.core.config.flags.when import When
+
+IMAGES = When("reads_images")
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +17,8 @@ class MultimodalDataConfig:
     {"image": PATH, "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, {"from": "gpt", "value":
     "A cat."}]}; folders of Energon and YAML files that blend them; or pairs that tools/preprocess_mmdata.py wrote.
     """
+
+    USED_WITH: ClassVar[When] = IMAGES
 
     image_folder: str | None = flag(
         None, "folder that the paths of images begin at; left out: that of the JSON file", role="data"
@@ -25,12 +30,20 @@ class MultimodalDataConfig:
         role="training",
     )
     use_tiling: bool = flag(False, "cut an image into up to --max-num-tiles tiles, as its shape asks for", role="data")
-    max_num_tiles: int = flag(1, "most tiles of an image, without the thumbnail", role="data")
+    max_num_tiles: int = flag(
+        1, "most tiles of an image, without the thumbnail", role="data", used_with=(IMAGES, When("use_tiling"))
+    )
     use_thumbnail: bool = flag(
-        False, "--use-tiling: the whole image follows as one more tile, if it was cut", role="data"
+        False,
+        "--use-tiling: the whole image follows as one more tile, if it was cut",
+        role="data",
+        used_with=(IMAGES, When("use_tiling")),
     )
     use_tile_tags: bool = flag(
-        False, "--use-tiling: the text <tile_1>, <tile_2> ... stands before each tile", role="data"
+        False,
+        "--use-tiling: the text <tile_1>, <tile_2> ... stands before each tile",
+        role="data",
+        used_with=(IMAGES, When("use_tiling")),
     )
     image_tag_type: Literal["nvlm", "internvl", "smolvlm"] | None = flag(
         None,

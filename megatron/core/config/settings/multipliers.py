@@ -43,6 +43,11 @@ class MultiplierConfig:
         gate, output = self.mlp_multipliers or (1.0, 1.0)
         return gate, output
 
+    @property
+    def given_flags(self) -> list[str]:
+        """The flags of factors that are not at their defaults."""
+        return [flag_name(field.name) for field in fields(self) if getattr(self, field.name) != field.default]
+
     def multiplier_problems(self) -> Iterator[str]:
         """Yield which flags have a wrong number of factors, or factors that are 0 or not finite."""
         parts = {"ssm_multipliers": MIXER_PARTS, "mlp_multipliers": MLP_PARTS}

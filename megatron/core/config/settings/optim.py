@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.flags.declare import flag
+from megatron.core.config.flags.when import When
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
+
+AWARE = When("use_precision_aware_optimizer")
+ON_CPU = When("optimizer_cpu_offload")
+MUON, LION, ADAFACTOR = (When("update_rules", (name,)) for name in ("muon", "lion", "adafactor"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +23,9 @@ class PrecisionConfig:
     fp16: bool = flag(False, "weights and activations in fp16, with a loss scale", role="training")
     bf16: bool = flag(False, "weights and activations in bf16", role="training")
     fp64: bool = flag(False, "everything in fp64: slow, for comparing layouts to the last digits", role="training")
-    loss_scale: float | None = flag(None, "constant loss scale for --fp16; left out: dynamic", role="training")
+    loss_scale: float | None = flag(
+        None, "constant loss scale for --fp16; left out: dynamic", role="training", used_with=When("fp16")
+    )
     initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", role="training")
     min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", role="training")
     loss_scale_window: float = flag(1000, "good steps before the dynamic loss scale doubles", role="training")
@@ -26,23 +33,28 @@ class PrecisionConfig:
     accumulate_allreduce_grads_in_fp32: bool = flag(
         False, "gradients are summed in fp32 (always so with --bf16)", role="training"
     )
-    grad_reduce_in_bf16: bool = flag(False, "gradients are summed over data-parallel ranks in bf16", role="training")
+    grad_reduce_in_bf16: bool = flag(
+        False, "gradients are summed over data-parallel ranks in bf16", role="training", used_with=When("bf16")
+    )
     use_precision_aware_optimizer: bool = flag(
         False,
         "Adam's state in the formats below; bf16 weights are the upper half of their fp32 main weights",
         role="training",
     )
     main_grads_dtype: Literal["fp32", "bf16"] = flag(
-        "fp32", "with --use-precision-aware-optimizer: format in which gradients are summed up", role="training"
+        "fp32",
+        "with --use-precision-aware-optimizer: format in which gradients are summed up",
+        role="training",
+        used_with=AWARE,
     )
     main_params_dtype: Literal["fp32", "fp16"] = flag(
-        "fp32", "with --use-precision-aware-optimizer: format of the master weights", role="training"
+        "fp32", "with --use-precision-aware-optimizer: format of the master weights", role="training", used_with=AWARE
     )
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag(
-        "fp32", "with --use-precision-aware-optimizer: format of first moments", role="training"
+        "fp32", "with --use-precision-aware-optimizer: format of first moments", role="training", used_with=AWARE
     )
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = flag(
-        "fp32", "with --use-precision-aware-optimizer: format of second moments", role="training"
+        "fp32", "with --use-precision-aware-optimizer: format of second moments", role="training", used_with=AWARE
     )
     low: LowPrecisionConfig = LowPrecisionConfig()
 
@@ -84,66 +96,92 @@ class OptimizerConfig:
         "constant", "how weight decay moves", role="training"
     )
     lora_plus_ratio: float = flag(
-        1.0, "learning rate of the factors B of adapters over that of A (LoRA+, whose paper takes 16)", role="training"
+        1.0,
+        "learning rate of the factors B of adapters over that of A (LoRA+, whose paper takes 16)",
+        role="training",
+        used_with=When("lora_rank"),
     )
     adam_beta1: float = flag(0.9, "decay of the first moment", role="training")
     adam_beta2: float = flag(0.999, "decay of the second moment", role="training")
     adam_eps: float = flag(1e-8, "added to the root of the second moment", role="training")
     sgd_momentum: float = flag(0.9, "momentum of SGD", role="training")
     lion_beta1: float = flag(
-        0.95, "Lion: share of the momentum in the direction of a step (its paper: 0.9)", role="training"
+        0.95, "Lion: share of the momentum in the direction of a step (its paper: 0.9)", role="training", used_with=LION
     )
-    lion_beta2: float = flag(0.98, "Lion: decay of the momentum (its paper: 0.99)", role="training")
+    lion_beta2: float = flag(0.98, "Lion: decay of the momentum (its paper: 0.99)", role="training", used_with=LION)
     adafactor_decay_rate: float = flag(
-        0.8, "Adafactor: in step n the newest squares count n to the power of minus this", role="training"
+        0.8,
+        "Adafactor: in step n the newest squares count n to the power of minus this",
+        role="training",
+        used_with=ADAFACTOR,
     )
-    adafactor_clip_threshold: float = flag(1.0, "Adafactor: largest root mean square of a direction", role="training")
+    adafactor_clip_threshold: float = flag(
+        1.0, "Adafactor: largest root mean square of a direction", role="training", used_with=ADAFACTOR
+    )
     adafactor_min_rms: float = flag(
         1e-3,
         "Adafactor: the rate follows the root mean square of a parameter's weights, but not below this",
         role="training",
+        used_with=ADAFACTOR,
     )
-    muon_momentum: float = flag(0.9, "Muon: decay of the momentum", role="training")
-    muon_nesterov: bool = flag(False, "Muon: the newest gradient counts twice (Nesterov)", role="training")
-    muon_num_ns_steps: int = flag(5, "Muon: Newton-Schulz steps", role="training")
+    muon_momentum: float = flag(0.9, "Muon: decay of the momentum", role="training", used_with=MUON)
+    muon_nesterov: bool = flag(
+        False, "Muon: the newest gradient counts twice (Nesterov)", role="training", used_with=MUON
+    )
+    muon_num_ns_steps: int = flag(5, "Muon: Newton-Schulz steps", role="training", used_with=MUON)
     muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = flag(
-        "quintic", "Muon: coefficients of the Newton-Schulz steps", role="training"
+        "quintic", "Muon: coefficients of the Newton-Schulz steps", role="training", used_with=MUON
     )
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag(
         "spectral",
         "Muon: an update of out x in is scaled by the root of max(out, in), out/in, or max(1, out/in)",
         role="training",
+        used_with=MUON,
     )
     muon_extra_scale_factor: float = flag(
-        1.0, "Muon: further factor of every update; 0.2 gives about the size of AdamW's", role="training"
+        1.0,
+        "Muon: further factor of every update; 0.2 gives about the size of AdamW's",
+        role="training",
+        used_with=MUON,
     )
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag(
         "duplicated",
         "Muon: tensor ranks gather a matrix and each works on all of it, or share the work, or each works on its own "
         "piece as if it were a matrix (blockwise, another result)",
         role="training",
+        used_with=MUON,
     )
     muon_split_qkv: bool = flag(
         True,
         "Muon: do not split queries, keys and values into matrices of their own; they are one",
         off="--muon-no-split-qkv",
         role="training",
+        used_with=MUON,
     )
     muon_fp32_matmul_prec: Literal["medium", "high"] = flag(
-        "medium", "Muon: Newton-Schulz in bf16, or in fp32", role="training"
+        "medium", "Muon: Newton-Schulz in bf16, or in fp32", role="training", used_with=MUON
     )
     muon_scalar_optimizer: Literal["adam", "lion"] = flag(
-        "adam", "Muon: update rule of embeddings, output layer, biases and norms", role="training"
+        "adam", "Muon: update rule of embeddings, output layer, biases and norms", role="training", used_with=MUON
     )
     optimizer_cpu_offload: bool = flag(
         False, "keep main weights and moments in CPU memory, and update them there", role="free"
     )
-    optimizer_offload_fraction: float = flag(1.0, "with --optimizer-cpu-offload: share of the elements", role="free")
-    overlap_cpu_optimizer_d2h_h2d: bool = flag(
-        False, "with --optimizer-cpu-offload: copy gradients and weights beside the update", role="free"
+    optimizer_offload_fraction: float = flag(
+        1.0, "with --optimizer-cpu-offload: share of the elements", role="free", used_with=ON_CPU
     )
-    pin_cpu_grads: bool = flag(True, "with --optimizer-cpu-offload: gradients not in pinned memory", role="free")
-    pin_cpu_params: bool = flag(True, "with --optimizer-cpu-offload: fp32 weights not in pinned memory", role="free")
+    overlap_cpu_optimizer_d2h_h2d: bool = flag(
+        False,
+        "with --optimizer-cpu-offload: copy gradients and weights beside the update",
+        role="free",
+        used_with=ON_CPU,
+    )
+    pin_cpu_grads: bool = flag(
+        True, "with --optimizer-cpu-offload: gradients not in pinned memory", role="free", used_with=ON_CPU
+    )
+    pin_cpu_params: bool = flag(
+        True, "with --optimizer-cpu-offload: fp32 weights not in pinned memory", role="free", used_with=ON_CPU
+    )
     clip_grad: float = flag(1.0, "largest global norm of the gradient; 0: no clipping", role="training")
     decoupled_lr: float | None = flag(
         None, "learning rate of the embedding and output layer, if another", role="training"

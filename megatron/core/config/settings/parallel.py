@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.flags.declare import flag
+from megatron.core.config.flags.when import When
 
 Placement = Literal["wrap", "v"]
 CPComm = Literal["p2p", "a2a", "allgather", "all_gather", "a2a+p2p"]
@@ -76,10 +77,14 @@ class ParallelConfig:
         False,
         "--use-torch-fsdp2: a gathered layer stays whole until its backward pass (ZeRO-2): less to send, more memory",
         role="free",
+        used_with=When("use_torch_fsdp2"),
     )
     overlap_grad_reduce: bool = flag(False, "sum gradients bucket by bucket while the backward pass runs", role="free")
     overlap_param_gather: bool = flag(
-        False, "gather parameters bucket by bucket while the next forward pass runs", role="free"
+        False,
+        "gather parameters bucket by bucket while the next forward pass runs",
+        role="free",
+        used_with=When("use_distributed_optimizer"),
     )
     ddp_bucket_size: int | None = flag(
         None, "elements in one bucket of gradients; left out: max(40M, 1M * data-parallel size)", role="free"
@@ -98,6 +103,7 @@ class ParallelConfig:
         False,
         "--sequence-parallel: pieces of the sequence travel round the tensor ranks while others are multiplied",
         role="free",
+        used_with=When("sequence_parallel"),
     )
     tp_comm_overlap_ag: bool = flag(True, "--tp-comm-overlap: not where a product's input is gathered", role="free")
     tp_comm_overlap_rs: bool = flag(
@@ -107,6 +113,7 @@ class ParallelConfig:
         False,
         "--tp-comm-overlap: where the gradient of an input is summed too, in place of summing it behind that of the weight",
         role="free",
+        used_with=When("tp_comm_overlap"),
     )
     overlap_moe_expert_parallel_comm: bool = flag(
         False,
@@ -122,7 +129,9 @@ class ParallelConfig:
     use_cpu_initialization: bool = flag(
         False, "draw initial weights on the CPU, the same on every kind of device", role="free"
     )
-    context_parallel_size: int = flag(1, "ranks that share each sequence", role="free")
+    context_parallel_size: int = flag(
+        1, "ranks that share each sequence", role="free", used_with=When("architecture", ("gpt",))
+    )
     cp_comm_type: tuple[CPComm, ...] = flag(
         ("p2p",),
         "how attention sees the whole sequence, once or a layer: p2p sends keys round a ring, a2a trades sequence for "
@@ -134,19 +143,31 @@ class ParallelConfig:
         "how layers with a state see the whole sequence: a2a trades sequence for heads; states sends what a state becomes over a rank's positions, "
         "whatever the length; auto: a2a where the context ranks divide the heads, else states",
         role="free",
+        used_with=When("keeps_state"),
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
-        None, "a2a+p2p: ranks of the inner a2a and of the outer ring", role="free"
+        None,
+        "a2a+p2p: ranks of the inner a2a and of the outer ring",
+        role="free",
+        used_with=When("cp_comm_type", ("a2a+p2p",)),
     )
     hybrid_context_parallel: bool = flag(
         False, "cut each packed sequence over as many ranks as its length deserves", role="free"
     )
     max_seqlen_per_dp_cp_rank: int | None = flag(
-        None, "--hybrid-context-parallel: most tokens of one sequence on a rank", role="free"
+        None,
+        "--hybrid-context-parallel: most tokens of one sequence on a rank",
+        role="free",
+        used_with=When("hybrid_context_parallel"),
     )
-    expert_model_parallel_size: int = flag(1, "ranks that share the experts of a layer", role="free")
+    expert_model_parallel_size: int = flag(
+        1, "ranks that share the experts of a layer", role="free", used_with=When("num_experts")
+    )
     expert_tensor_parallel_size: int | None = flag(
-        None, "ranks that share each expert's matrices; left out: the tensor size", role="free"
+        None,
+        "ranks that share each expert's matrices; left out: the tensor size",
+        role="free",
+        used_with=When("num_experts", idle="noted"),
     )
     elastic: bool = flag(
         False,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.config.flags.declare import flag
+from megatron.core.config.flags.idle import conditions_resolve
+from megatron.core.config.flags.when import When
 from megatron.core.config.settings.compilation import CompileConfig, CudaGraphConfig
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
 from megatron.core.config.settings.fault_tolerance import FaultToleranceConfig
@@ -24,7 +26,10 @@ class RequestedTraining:
         None, "T5: tokens that the encoder reads; the same as --seq-length", role="free"
     )
     decoder_seq_length: int | None = flag(
-        None, "T5: tokens that the decoder writes; left out: --seq-length", role="data"
+        None,
+        "T5: tokens that the decoder writes; left out: --seq-length",
+        role="data",
+        used_with=When("architecture", ("t5",)),
     )
     micro_batch_size: int | None = flag(None, "samples in one forward pass of a rank", role="training")
     global_batch_size: int | None = flag(
@@ -55,10 +60,13 @@ class RequestedTraining:
         '{"messages": [...]}, whose next answer is written; pretrain_vlm.py: of questions '
         "about images, as tools/generate.py reads them, whose right answers (references) are counted",
         role="free",
+        used_with=When("architecture", ("gpt",)),
     )
-    eval_generate_tokens: int = flag(64, "most new tokens after each of those prompts", role="free")
+    eval_generate_tokens: int = flag(
+        64, "most new tokens after each of those prompts", role="free", used_with=When("eval_generate")
+    )
     eval_generate_temperature: float = flag(
-        0.0, "how freely those tokens are drawn; 0: always the likeliest", role="free"
+        0.0, "how freely those tokens are drawn; 0: always the likeliest", role="free", used_with=When("eval_generate")
     )
     skip_train: bool = flag(False, "evaluate only", role="free")
     exit_interval: int | None = flag(None, "save and exit when the iteration is a multiple of this", role="free")
@@ -115,17 +123,28 @@ class RecomputeConfig:
         None, "whole layers, or chosen modules", role="free"
     )
     recompute_method: Literal["uniform", "block"] | None = flag(
-        None, "full: keep the input of every group of layers, or recompute the first layers of each stage", role="free"
+        None,
+        "full: keep the input of every group of layers, or recompute the first layers of each stage",
+        role="free",
+        used_with=When("recompute_granularity", ("full",)),
     )
     recompute_num_layers: int | None = flag(
         None, "layers in one group (uniform), or layers to recompute (block)", role="free"
     )
     recompute_modules: (
         tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"], ...] | None
-    ) = flag(None, "selective: what to recompute (default: core_attn)", role="free")
+    ) = flag(
+        None,
+        "selective: what to recompute (default: core_attn)",
+        role="free",
+        used_with=When("recompute_granularity", ("selective",)),
+    )
     recompute_activations: bool = flag(False, "short for --recompute-granularity selective", role="free")
     distribute_saved_activations: bool = flag(
-        False, "full: keep each saved input in pieces over the tensor ranks", role="free"
+        False,
+        "full: keep each saved input in pieces over the tensor ranks",
+        role="free",
+        used_with=When("recompute_granularity", ("full",)),
     )
 
     def resolve(self) -> RecomputeConfig:
@@ -152,8 +171,18 @@ class ActivationOffloadConfig:
     )
     offload_modules: tuple[
         Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"], ...
-    ] = flag((), "modules whose inputs, or of core_attn all it saves, go there", role="free")
-    min_offloaded_tensor_size: int = flag(1024 * 1024, "elements of the smallest tensor that goes there", role="free")
+    ] = flag(
+        (),
+        "modules whose inputs, or of core_attn all it saves, go there",
+        role="free",
+        used_with=When("offloads_activations"),
+    )
+    min_offloaded_tensor_size: int = flag(
+        1024 * 1024,
+        "elements of the smallest tensor that goes there",
+        role="free",
+        used_with=When("offloads_activations"),
+    )
 
     @property
     def offloads_activations(self) -> bool:
@@ -168,7 +197,11 @@ class CheckpointConfig:
     save: str | None = flag(None, "folder for checkpoints", role="free")
     load: str | None = flag(None, "folder to resume from; empty is accepted only when it is also --save", role="free")
     save_interval: int | None = flag(
-        None, "iterations between checkpoints", also=("--persistent-save-interval",), role="free"
+        None,
+        "iterations between checkpoints",
+        also=("--persistent-save-interval",),
+        role="free",
+        used_with=When("save"),
     )
     save_retain_interval: int | None = flag(
         None, "keep only checkpoints that are multiples of this, and the newest", role="free"
@@ -187,12 +220,19 @@ class CheckpointConfig:
         None,
         "whether the smallest or the largest value of --save-best is the best; left out: min for losses, max for others",
         role="free",
+        used_with=When("save_best"),
     )
     export_hf: str | None = flag(
-        None, "folder in which each saved checkpoint also becomes a Hugging Face folder, iter_NNNNNNN", role="free"
+        None,
+        "folder in which each saved checkpoint also becomes a Hugging Face folder, iter_NNNNNNN",
+        role="free",
+        used_with=When("save"),
     )
     export_hf_like: str | None = flag(
-        None, "Hugging Face folder whose tokenizer files and token ids go into those of --export-hf", role="free"
+        None,
+        "Hugging Face folder whose tokenizer files and token ids go into those of --export-hf",
+        role="free",
+        used_with=When("export_hf"),
     )
     async_save: bool = flag(
         True, "do not train on while a checkpoint is written; takes no host memory for a copy of it", role="free"
@@ -214,7 +254,7 @@ class CheckpointConfig:
     )
     ckpt_step: int | None = flag(None, "iteration to load, instead of the newest", role="free")
     require_iteration: int | None = flag(
-        None, "stop unless the newest checkpoint is of this iteration, and sound", role="free"
+        None, "stop unless the newest checkpoint is of this iteration, and sound", role="free", used_with=When("load")
     )
     verify_integrity: bool = flag(
         True,
@@ -281,6 +321,7 @@ class LogConfig:
     profile_ranks: tuple[int, ...] = flag((0,), "ranks that record a profile", parse=int, role="free")
 
 
+@conditions_resolve
 @dataclass(frozen=True, slots=True)
 class RequestedRun:
     """Everything the user requested; None where a size was left out. `resolve` makes the config of a run of it."""

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from megatron.core.config.flags.declare import flag
+from megatron.core.config.flags.when import When
+
+IMAGES = When("reads_images")
+LANGUAGE = When("images_in_text", instead="freeze the encoder with --freeze-ViT")
+PROJECTED = (IMAGES, When("images_in_text", idle="noted"))
+
 
 VisionType = Literal["vit", "clip", "siglip", "internvit", "internvit300M", "dinov2"]
 
@@ -77,10 +83,13 @@ class VisionConfig:
     model, and the rows that come out stand in the sequence in the place of image tokens (LLaVA, 2023).
     """
 
+    USED_WITH: ClassVar[When] = IMAGES
+
     vision_model_type: VisionType | None = flag(
         None,
         "encoder of images: CLIP (ViT-L/14), SigLIP (so400m), InternViT (6B, 300M), DINOv2 (ViT-S/14), or a plain vit; left out: none",
         role="network",
+        used_with=When("architecture", ("gpt", "vit")),
     )
     vision_num_layers: int | None = flag(
         None, "layers of the encoder; left out: as published. Fewer give features of an earlier layer", role="network"
@@ -111,25 +120,48 @@ class VisionConfig:
     patch_dim: int = flag(16, "side of a patch in pixels", role="network")
     num_channels: int = flag(3, "channels of an image: 3, or 1 for grey", role="network")
     disable_vision_class_token: bool = flag(
-        False, "the class token of the encoder gives no row to the language model", role="adaptable"
+        False,
+        "the class token of the encoder gives no row to the language model",
+        role="adaptable",
+        used_with=PROJECTED,
     )
     pixel_shuffle: bool = flag(
-        False, "every square of --pixel-shuffle-factor patches becomes one row, side by side", role="network"
+        False,
+        "every square of --pixel-shuffle-factor patches becomes one row, side by side",
+        role="network",
+        used_with=PROJECTED,
     )
-    pixel_shuffle_factor: int = flag(2, "--pixel-shuffle: patches on a side of a square", role="network")
+    pixel_shuffle_factor: int = flag(
+        2,
+        "--pixel-shuffle: patches on a side of a square",
+        role="network",
+        used_with=(*PROJECTED, When("pixel_shuffle", idle="noted")),
+    )
     vision_projection_type: Literal["mlp", "affine"] = flag(
-        "mlp", "projector of the encoder's output: two matrices with a GELU between them, or one", role="network"
+        "mlp",
+        "projector of the encoder's output: two matrices with a GELU between them, or one",
+        role="network",
+        used_with=PROJECTED,
     )
     vision_projection_hidden_size: int | None = flag(
-        None, "mlp: width between the two matrices; left out: --hidden-size", role="network"
+        None, "mlp: width between the two matrices; left out: --hidden-size", role="network", used_with=PROJECTED
     )
-    vision_projection_bias: bool = flag(True, "the projector has no biases", role="network")
-    vision_projection_norm: bool = flag(False, "norm before the projector (InternVL)", role="network")
-    freeze_LM: bool = flag(False, "the language model is not trained", role="training")
+    vision_projection_bias: bool = flag(True, "the projector has no biases", role="network", used_with=PROJECTED)
+    vision_projection_norm: bool = flag(
+        False, "norm before the projector (InternVL)", role="network", used_with=PROJECTED
+    )
+    freeze_LM: bool = flag(False, "the language model is not trained", role="training", used_with=(IMAGES, LANGUAGE))
     freeze_ViT: bool = flag(False, "the encoder of images is not trained", role="training")
-    freeze_vision_projection: bool = flag(False, "the projector is not trained", role="training")
+    freeze_vision_projection: bool = flag(
+        False, "the projector is not trained", role="training", used_with=(IMAGES, LANGUAGE)
+    )
     recompute_vision: bool = flag(False, "recomputation covers the encoder of images too", role="free")
-    num_classes: int = flag(1000, "pretrain_vision_classify.py: classes of images; 0: no head", role="network")
+    num_classes: int = flag(
+        1000,
+        "pretrain_vision_classify.py: classes of images; 0: no head",
+        role="network",
+        used_with=(IMAGES, When("architecture", ("vit",), idle="noted")),
+    )
     image_token_index: int | None = flag(
         None,
         "id that stands for a row of an image in prompts and in exported folders; left out: that of <image>, if the tokenizer has it",
