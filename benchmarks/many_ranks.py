@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import resource
 import sys
 import tempfile
 import time
@@ -31,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.parallel import mesh
+from megatron.core.parallel.device import device_memory_stats
 from megatron.core.parallel.grid import axis_rank_groups
 from megatron.plan.simulate.layout_build_check import mesh_without_groups
 
@@ -52,7 +52,7 @@ SMALL = ParallelConfig(
 
 def memory() -> float:
     """The most that this process has held, in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return device_memory_stats(torch.device("cpu"))["max allocated"] / 2**20
 
 
 def in_name(ranks: int) -> None:

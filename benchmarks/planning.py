@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ import torch
 
 from megatron.core.config.flags.declare import config_from_flat_dict
 from megatron.core.config.settings.run import RequestedRun
+from megatron.core.parallel.device import device_memory_stats
 from megatron.plan.simulate.dry_run import dry_run
 
 RANKS = 1024
@@ -104,7 +104,7 @@ def plan(name: str) -> dict[str, Any]:
     return {
         "wall": time.perf_counter() - wall,
         "cpu": time.process_time() - cpu,
-        "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "megabytes": device_memory_stats(torch.device("cpu"))["max allocated"] / 2**20,
         "peak": dry.worst_trace.peak / 2**30,
         "stages": len({trace.place["pp"] for trace in dry.traces}),
     }

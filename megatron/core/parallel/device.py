@@ -335,12 +335,15 @@ def device_memory_stats(device: torch.device) -> dict[str, int]:
             "max reserved": stats["reserved_bytes.all.peak"],
             "allocated count": stats["allocation.all.current"],
         }
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     try:
-        with open("/proc/self/statm") as statm:
-            now = int(statm.read().split()[1]) * resource.getpagesize()
+        # Not ru_maxrss, which a process inherits from the one that started it.
+        with open("/proc/self/status") as status:
+            kilobytes = {
+                name: value.split()[0] for name, value in (line.split(":", 1) for line in status) if name[:2] == "Vm"
+            }
+        now, peak = int(kilobytes["VmRSS"]) * 1024, int(kilobytes["VmHWM"]) * 1024
     except OSError:  # not Linux: only the peak is known
-        now = peak
+        now = peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"allocated": now, "max allocated": peak, "reserved": now, "max reserved": peak, "allocated count": 0}
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.parallel.device import set_sched_batch_policy
 from megatron.core.parallel.mesh import Mesh
+from tests.helpers.architecture import ROOT
 from tests.helpers.world import Worlds
 
 HELD = """
@@ -84,3 +85,17 @@ def test_a_policy_that_was_chosen_or_is_forbidden_is_left_as_it_is(monkeypatch: 
     monkeypatch.setattr(os, "sched_getscheduler", lambda _: os.SCHED_OTHER)
     monkeypatch.setattr(os, "sched_setscheduler", forbidden)
     set_sched_batch_policy(torch.device("cpu"))
+
+
+def test_a_process_does_not_hold_what_the_one_that_started_it_held() -> None:
+    child = (
+        "import torch; from megatron.core.parallel.device import device_memory_stats; "
+        "print(device_memory_stats(torch.device('cpu'))['max allocated'])"
+    )
+    parent = (
+        f"import subprocess, sys; held = bytearray(b'1') * 2**30; subprocess.run([sys.executable, '-c', {child!r}])"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", parent], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+    assert int(printed) < 2**30, f"{int(printed) / 2**20:.0f} MiB at most, of a process that only imported torch"
