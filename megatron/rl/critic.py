@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.settings.run import TrainConfig
+from megatron.core.dist_checkpointing.state_hooks import OptionalWeights
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.output_heads import ScalarHead
@@ -65,11 +66,11 @@ class CriticStage(nn.Module):
 class ActorCritic(GPTModel):
     """One pipeline stage of the policy, with that of its critic. lr_ratio: the critic's learning rate over the policy's.
 
-    `forward` is the policy's alone, so that generation does not run the critic. optional_weights: prefixes of names that a run without
-    a critic leaves in the checkpoint.
+    `forward` is the policy's alone, so that generation does not run the critic. A run without a critic leaves its weights in the
+    checkpoint.
     """
 
-    optional_weights = ("critic.",)
+    state_hooks = (OptionalWeights("model.critic."),)
 
     def __init__(self, stage: StageSpec, build: LayerBuildContext, *, lr_ratio: float = 1.0) -> None:
         super().__init__(stage, build)

@@ -83,11 +83,10 @@ class WeightRefit:
 
 def policy_weights_tree(trainer: Trainer) -> Tree:
     """Return the policy's weights, as rounded for its passes, without those of a critic."""
-    trained_only = tuple(getattr(trainer.stages[0], "optional_weights", ()))
     return {
         name.removeprefix("model."): placed
         for name, placed in weights_of(trainer, rounded=True).items()
-        if not name.removeprefix("model.").startswith(trained_only)
+        if not name.startswith("model.critic.")
     }
 
 

@@ -12,12 +12,12 @@ from megatron.core.dist_checkpointing.save_plan import sharded_tensors_of_state
 from megatron.core.dist_checkpointing.saved import NativeCheckpoint, open_native_checkpoint
 from megatron.core.dist_checkpointing.sharded_state import ShardedTensor, Tree
 from megatron.core.dist_checkpointing.source import CheckpointSource
+from megatron.core.dist_checkpointing.state_hooks import OPTIONAL
 from megatron.core.dist_checkpointing.threaded_copy import copy_tensors_in_threads
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 
 _ALONE = Axis("world")
-OPTIONAL = "run.optional_weights"  # value of a checkpoint: prefixes of weights that only a run of the same kind needs
 
 
 def load_into_sharded_state(
@@ -26,20 +26,19 @@ def load_into_sharded_state(
     axis: Axis = _ALONE,
     *,
     complete: tuple[str, ...] = (),
-    unused: tuple[str, ...] = (),
     instead: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Fill the tensors of the tree from a source, and return the values for the names of the tree that are no tensors.
 
     Collective over the axis: each rank passes what it holds; either all fail or none, and before any tensor is changed
     if names or shapes do not fit. Raises `CheckpointError` with all problems. Names that the tree lacks are ignored;
-    dtypes are converted. complete: prefixes of names that some rank must request if the checkpoint has them, except
-    those that begin with one of `unused`. instead: name of the tree -> name of the checkpoint to read in its place.
+    dtypes are converted. complete: prefixes of names that some rank must request if the checkpoint has them. instead:
+    name of the tree -> name of the checkpoint to read in its place.
     """
     instead, tensors = instead or {}, sharded_tensors_of_state(state)
     problems = [_mismatch_message(instead.get(name, name), tensors.get(name), source) for name in state]
     message = _union_over_ranks(list(filter(None, problems)), axis)
-    message += _unrequested_name_problems(state, source, axis, complete, unused)
+    message += _unrequested_name_problems(state, source, axis, complete)
     if message:
         raise CheckpointError(f"{len(message)} names of the checkpoint do not fit this run", message)
     failure = _fill_local_boxes(tensors, source, instead)
@@ -49,12 +48,12 @@ def load_into_sharded_state(
 
 
 def _unrequested_name_problems(
-    state: Tree, source: CheckpointSource, axis: Axis, complete: tuple[str, ...], unused: tuple[str, ...]
+    state: Tree, source: CheckpointSource, axis: Axis, complete: tuple[str, ...]
 ) -> list[str]:
     """Return a message for each name of the checkpoint with these prefixes that no rank of the axis requests."""
     if not complete:
         return []
-    optional = (*source.values.get(OPTIONAL, ()), *unused)
+    optional = tuple(source.values.get(OPTIONAL, ()))
     expected = sorted(
         name
         for name in (*source.formats, *source.values)

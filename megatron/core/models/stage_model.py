@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
@@ -10,11 +11,15 @@ from torch import nn
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.state_hooks import StateHooks
+
 
 class StageModel(nn.Module):
-    """One pipeline stage of a network."""
+    """One pipeline stage of a network. state_hooks: what the network changes in checkpoints, the same on all stages."""
 
     build: LayerBuildContext
+    state_hooks: Sequence[StateHooks] = ()
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> Self:
         """Allocate the parameters and draw their initial values from `seed`; return the model itself.

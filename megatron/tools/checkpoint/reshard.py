@@ -17,10 +17,10 @@ from typing import Any
 
 from megatron.core.config.flags.declare import config_to_flat_dict
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.dist_checkpointing.load import OPTIONAL
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
 from megatron.core.dist_checkpointing.saved import NativeCheckpoint, open_native_checkpoint
 from megatron.core.dist_checkpointing.source import CheckpointSource, FilteredCheckpointSource
+from megatron.core.dist_checkpointing.state_hooks import OPTIONAL
 from megatron.core.families.registry import model_config_from_settings
 from megatron.tools.checkpoint.export import DTYPES
 from megatron.tools.parser import ToolArgumentParser, add_ckpt_step

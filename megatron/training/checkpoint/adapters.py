@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.sharded_state import Tree
 from megatron.core.dist_checkpointing.source import CheckpointSource, ShapeAndDtype
+from megatron.core.dist_checkpointing.state_hooks import StateHooks
 from megatron.core.families import peft
 from megatron.core.families.adapter_set import (
     BASE,
@@ -156,6 +157,59 @@ class SourceWithRowNorms:
             shape = self._source.formats[matrix].shape
             values = quantize_dequantize_box(partial(self._source.read, matrix), rows, shape, format)
         return values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(dim=1).sqrt()
+
+
+class AdapterState(StateHooks):
+    """Saves what is trained and the hash of the frozen weights; loads a base, or adapters that belong to the base loaded before.
+
+    base: hash and origin (`where`) of the frozen weights, the value saved as `BASE`; empty until it is needed.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], mesh: Mesh, model: ModelConfig) -> None:
+        self.base: dict[str, Any] = {}
+        self._stages, self._mesh, self._model = stages, mesh, model
+
+    def chosen(self, state: Tree) -> Tree:
+        """Leave frozen weights out, and add the hash of the base. Collective."""
+        return {**trained_weights_only(state, self._model.adapter), BASE: self._known_base()}
+
+    def opened(self, source: CheckpointSource) -> CheckpointSource:
+        """Add DoRA's magnitudes to a base; raise `CheckpointError` for adapters of another base. Collective."""
+        if not is_adapter_checkpoint(source):
+            return SourceWithRowNorms(source, self._model)
+        require_same_base_hash(source.values[BASE], self._known_base(), source.where)
+        return source
+
+    def targets(self, source: CheckpointSource, state: Tree) -> Tree:
+        """Leave out what is not the source's: of adapters the base, of a base the adapters."""
+        return (
+            trained_weights_only(state, self._model.adapter) if is_adapter_checkpoint(source) else base_weights(state)
+        )
+
+    def loaded(self, source: CheckpointSource) -> None:
+        """Record a base that was loaded. Collective."""
+        if not is_adapter_checkpoint(source):
+            self.base = self._base_from(source.where)
+
+    def _known_base(self) -> dict[str, Any]:
+        self.base = self.base or self._base_from("the initial values of --seed")
+        return self.base
+
+    def _base_from(self, where: str) -> dict[str, Any]:
+        return {"hash": base_weights_hash(self._stages, self._mesh, self._model.adapter), "where": where}
+
+
+class AdaptersRefused(StateHooks):
+    """Refuses adapters in a run that has none."""
+
+    def opened(self, source: CheckpointSource) -> CheckpointSource:
+        """Raise `CheckpointError` for a checkpoint of adapters."""
+        if is_adapter_checkpoint(source):
+            raise CheckpointError(
+                f"{source.where} holds adapters without their network; give its flags (--use-checkpoint-args), and the network with "
+                "--pretrained-checkpoint"
+            )
+        return source
 
 
 def require_matching_base(adapters: LoadedAdapter, mine: Mapping[str, Any], names: Iterable[str] = ()) -> None:

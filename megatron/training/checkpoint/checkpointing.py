@@ -22,33 +22,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.core.config.adapters import is_adapter_parameter
 from megatron.core.config.flags.declare import config_to_flat_dict, flag_name
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, SavedRunConfig
-from megatron.core.dist_checkpointing.load import OPTIONAL, load_into_sharded_state
+from megatron.core.dist_checkpointing.load import load_into_sharded_state
 from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.dist_checkpointing.saver import CheckpointSaver, SaveOutcome, SavePolicy
 from megatron.core.dist_checkpointing.sharded_state import Tree, add_sharded_tensor, sharded_optimizer_state
 from megatron.core.dist_checkpointing.source import CheckpointSource
+from megatron.core.dist_checkpointing.state_hooks import MissingWeights, StateHooks, UnusedWeights
 from megatron.core.families.adapter_set import InMemoryAdapterSource
 from megatron.core.optimizer.schedule import OptimizerParamSchedule, resolve_resumed_schedule
 from megatron.core.parallel import collectives
-from megatron.core.tensor_parallel.low_precision import delayed_scalings_by_layer
 from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
 from megatron.training.checkpoint.adapters import (
-    BASE,
-    SourceWithRowNorms,
-    base_weights,
-    base_weights_hash,
+    AdaptersRefused,
+    AdapterState,
     is_adapter_checkpoint,
     open_adapters,
     require_matching_base,
-    require_same_base_hash,
-    trained_weights_only,
 )
 from megatron.training.checkpoint.export import export_hf_with_tokenizer
 from megatron.training.checkpoint.resuming import (
@@ -61,7 +56,7 @@ from megatron.training.checkpoint.resuming import (
     same_folder,
 )
 from megatron.training.checkpoint.run_state import (
-    Formats,
+    AmaxHistories,
     checkpoint_load_targets,
     main_weights_to_read_instead,
     random_stream_states,
@@ -73,8 +68,6 @@ from megatron.training.launch.launch_info import read_launch_info
 from megatron.training.state.hooks import StepHooks
 from megatron.training.state.run import RunContext
 from megatron.training.state.trainer import Trainer
-
-_PROJECTOR = "model.vision_projection."
 
 
 @contextmanager
@@ -108,8 +101,7 @@ class Checkpointer(StepHooks):
         self.last_saved: int | None = None
         self.on_its_way: int | None = None
         self._saver: CheckpointSaver | None = None
-        self._adapter = self.config.model.adapter
-        self._base: dict[str, Any] = {}
+        self.state_hooks = (*_state_hooks_of_settings(trainer, self.config), *trainer.state_hooks)
         self._log_info = trainer.run.print_rank_0
         trainer.add_hook(self)
 
@@ -186,14 +178,15 @@ class Checkpointer(StepHooks):
         started = time.perf_counter()
         request = decide_on_first_rank(self.mesh.world, lambda: find_requested_checkpoint(self.config))
         options = self.config.checkpoint
-        apart = self._adapter.has_adapters and request is not None and request.path != options.pretrained_checkpoint
-        if apart and options.pretrained_checkpoint and not self._base:
+        adapters = next((hook for hook in self.state_hooks if isinstance(hook, AdapterState)), None)
+        apart = adapters is not None and request is not None and request.path != options.pretrained_checkpoint
+        if apart and options.pretrained_checkpoint:
             only = dataclasses.replace(options, load=None, ckpt_step=None, require_iteration=None)
             config = dataclasses.replace(self.config, checkpoint=only)
             self._resume_from(decide_on_first_rank(self.mesh.world, lambda: find_requested_checkpoint(config)), started)
         source = self._resume_from(request, started)
-        if options.adapter and source is not None and not is_adapter_checkpoint(source):
-            self._load_adapters(options.adapter)
+        if adapters and options.adapter and source is not None and not is_adapter_checkpoint(source):
+            self._load_adapters(options.adapter, adapters.base)
         return source is not None
 
     def _resume_from(self, request: ResumeRequest | None, started: float) -> CheckpointSource | None:
@@ -233,54 +226,38 @@ class Checkpointer(StepHooks):
         """Load an opened checkpoint; `CheckpointError` for what does not fit comes before any tensor is changed.
         started: `time.perf_counter()` when the work on it began, for the log.
         """
-        source, formats, options, axis = opened.source, opened.source.formats, self.config.checkpoint, self.mesh.world
-        self._check_tokenizer(source)
+        options, axis = self.config.checkpoint, self.mesh.world
+        self._check_tokenizer(opened.source)
         continues = self._loads_optimizer(opened)
         if opened.step is not None:
             _require_saved_state(opened, optimizer=continues, streams=options.load_rng and not opened.weights_only)
-        source = self._add_row_norms_or_check_base(source)
+        source = opened.source
+        for hook in self.state_hooks:
+            source = hook.opened(source)
         names = _non_tensor_names_to_load(opened, optimizer=continues)
         values = load_into_sharded_state(dict.fromkeys(names), source, axis)
         schedule = self._restore_schedule(values.get("run.schedule"), source)
         if continues:
-            self._log_optimizer_dtype_changes(opened.source.settings)
+            self._log_optimizer_dtype_changes(source.settings)
         slots, streams = tuple(self.trainer.optimizer.checkpoint_state()), self._random_stream_load_targets(opened)
-        state = self._adapter_or_base_targets(
-            source, checkpoint_load_targets(self.trainer, formats, slots, optimizer=continues)
-        )
-        if options.allow_missing_vision_projection_checkpoint:
-            state = self._without_missing_projector(state, formats)
-        histories = self._amax_history_targets(formats) if continues else {}
-        state, replacements = resolve_missing_weights(self.trainer, state, formats)
-        load_into_sharded_state(
-            state | streams | histories,
-            source,
-            axis,
-            complete=("model.",),
-            # A reward model may start from a language model.
-            unused=("model.output_layer.",) if self.config.model.reward_head else (),
-            instead=replacements,
-        )
+        state = values | checkpoint_load_targets(self.trainer, source.formats, slots, optimizer=continues)
+        for hook in self.state_hooks:
+            state = hook.targets(source, state)
+        state, replacements = resolve_missing_weights(self.trainer, state, source.formats)
+        load_into_sharded_state(state | streams, source, axis, complete=("model.",), instead=replacements)
         refresh_after_load(self.trainer, slots)
-        self._load_amax_histories(histories)
+        for hook in self.state_hooks:
+            hook.loaded(source)
         if streams:
             self.trainer.run.streams.load({name.rpartition(".")[2]: value for name, value in streams.items()})
         self._restore_counters(values)
         self.trainer.schedule = schedule
-        self._record_loaded_base(source)
         if values and options.save and opened.step is not None and same_folder(options.save, opened.step.folder.parent):
             self.last_saved = opened.step.iteration
         what = "weights of checkpoint" if opened.weights_only else "checkpoint"
         self._log_info(
             f"loaded {what} {source.where}: {_size_and_speed_text(opened.size, time.perf_counter() - started)}"
         )
-
-    def _without_missing_projector(self, state: dict[str, Any], formats: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the targets without the vision projector if the checkpoint has none: it keeps its initial values."""
-        if any(name.startswith(_PROJECTOR) for name in formats):
-            return state
-        self._log_info("the projector of images starts afresh (--allow-missing-vision-projection-checkpoint)")
-        return {name: value for name, value in state.items() if not name.startswith(_PROJECTOR)}
 
     def _check_tokenizer(self, source: CheckpointSource) -> None:
         """Raise `CheckpointError` for a checkpoint of another tokenizer, or warn of it under --allow-other-tokenizer."""
@@ -294,20 +271,13 @@ class Checkpointer(StepHooks):
     def _loads_optimizer(self, opened: OpenedCheckpoint) -> bool:
         """Whether the optimizer state is loaded. That a checkpoint of another format has none is logged."""
         source = opened.source
-        base_only = self._adapter.has_adapters and not is_adapter_checkpoint(source)
-        if not self.config.checkpoint.load_optim or opened.weights_only or base_only:
+        if not self.config.checkpoint.load_optim or opened.weights_only:
             return False
         if opened.step is not None or any(name.startswith("optimizer.") for name in source.formats):
             return True
         why = getattr(source, "skipped", "") or f"{source.where} has no optimizer state"
         self._log_info(f"{why}: the optimizer starts afresh")
         return False
-
-    def _load_amax_histories(self, histories: Mapping[str, Tensor]) -> None:
-        """Give layers the amax histories (`run.amax.<layer>`) from which delayed scaling computes its scales."""
-        for name, scaling in delayed_scalings_by_layer(self.trainer.stages).items():
-            if (history := histories.get(f"run.amax.{name}")) is not None:
-                scaling.load_amax_history(history)
 
     def adopt_weights(self, source: CheckpointSource, *, initial: tuple[str, ...], unused: tuple[str, ...]) -> None:
         """Load the weights of a network that this one is finetuned from with other heads. initial: prefixes
@@ -337,12 +307,7 @@ class Checkpointer(StepHooks):
     def state_to_save(self) -> Tree:
         """Return this rank's part of a checkpoint: weights, optimizer state, counters, random states."""
         options, trainer = self.config.checkpoint, self.trainer
-        state: Tree = trained_weights_only(weights_of(trainer, rounded=True), self._adapter)
-        if self._adapter.has_adapters:
-            self._base = self._base or self._base_record("the initial values of --seed")
-            state[BASE] = self._base
-        if optional := [f"model.{prefix}" for prefix in getattr(trainer.stages[0], "optional_weights", ())]:
-            state[OPTIONAL] = optional
+        state = weights_of(trainer, rounded=True)
         state["run.config"] = config_to_flat_dict(self.config)
         state["run.progress"] = dataclasses.asdict(trainer.progress)
         state["run.tokenizer"] = self._tokenizer_record if self.mesh.world.is_first else None
@@ -355,34 +320,17 @@ class Checkpointer(StepHooks):
             state["run.optimizer_steps"] = max(collectives.gather_objects(trainer.optimizer.num_steps, self.mesh.world))
             state["run.loss_scale"] = trainer.optimizer.scaler.state()
             state["run.schedule"] = None if trainer.schedule is None else trainer.schedule.state()
-            state |= {
-                f"run.amax.{name}": scaling.history
-                for name, scaling in delayed_scalings_by_layer(trainer.stages).items()
-            }
         if options.save_rng:
             state |= random_stream_states(self.trainer)
+        for hook in self.state_hooks:
+            state = hook.chosen(state)
         return state
 
-    def _add_row_norms_or_check_base(self, source: CheckpointSource) -> CheckpointSource:
-        """Return the source to load: a base network gets DoRA's row norms added if the run trains adapters.
-        Raises `CheckpointError` if it holds adapters and this run trains none, or theirs is another base.
-        """
-        if not is_adapter_checkpoint(source):
-            return SourceWithRowNorms(source, self.config.model) if self._adapter.has_adapters else source
-        if not self._adapter.has_adapters:
-            raise CheckpointError(
-                f"{source.where} holds adapters without their network; give its flags (--use-checkpoint-args), and the network with "
-                "--pretrained-checkpoint"
-            )
-        self._base = self._base or self._base_record("the initial values of --seed")
-        require_same_base_hash(source.values[BASE], self._base, source.where)
-        return source
-
-    def _load_adapters(self, folder: str) -> None:
-        """Load a folder's adapters for the base loaded before; `CheckpointError` before any tensor is changed."""
+    def _load_adapters(self, folder: str, base: Mapping[str, Any]) -> None:
+        """Load a folder's adapters; `CheckpointError` before any tensor is changed. base: hash and origin of that loaded before."""
         adapters = open_adapters(folder, self.config.model)
         source = InMemoryAdapterSource(adapters)
-        require_matching_base(adapters, self._base)
+        require_matching_base(adapters, base)
         self._load_weights(
             source, lambda name: is_adapter_parameter(name) or name in source.formats, complete=("model.",)
         )
@@ -390,21 +338,6 @@ class Checkpointer(StepHooks):
             f"loaded adapters of {folder}: {len(adapters.pairs)} of linear layers, and {len(adapters.saved)} whole parameters; "
             f"trained on {adapters.base.get('where') or 'a base that they do not name'}"
         )
-
-    def _adapter_or_base_targets(self, source: CheckpointSource, state: Tree) -> Tree:
-        """Return the targets that a source fills: with adapters those of the adapters or of the base, else all."""
-        if not self._adapter.has_adapters:
-            return state
-        return trained_weights_only(state, self._adapter) if is_adapter_checkpoint(source) else base_weights(state)
-
-    def _record_loaded_base(self, source: CheckpointSource) -> None:
-        """In a run with adapters, record hash and folder of the base network that was loaded."""
-        if self._adapter.has_adapters and not is_adapter_checkpoint(source):
-            self._base = self._base_record(source.where)
-
-    def _base_record(self, where: str) -> dict[str, Any]:
-        """Return hash and origin (`where`) of this run's frozen weights, the value saved as `BASE`. Collective."""
-        return {"hash": base_weights_hash(self.trainer.stages, self.mesh, self._adapter), "where": where}
 
     def _random_stream_load_targets(self, opened: OpenedCheckpoint) -> Tree:
         """Return tensors to load this rank's random streams into; none (logged) if layout or device differs."""
@@ -421,19 +354,6 @@ class Checkpointer(StepHooks):
         why = f"the checkpoint was written by {then}, this run is {now}" if now != then else "they are another device's"
         self._log_info(f"dropout streams start afresh from --seed: {why}")
         return {}
-
-    def _amax_history_targets(self, formats: Formats) -> Tree:
-        """Return tensors for the amax histories of this rank's layers; those that the checkpoint lacks are logged."""
-        names = [f"run.amax.{name}" for name in delayed_scalings_by_layer(self.trainer.stages)]
-        histories = {
-            name: torch.zeros(formats[name].shape, device=self.mesh.device) for name in names if name in formats
-        }
-        if len(histories) < len(names):
-            self._log_info(
-                f"the checkpoint has no history of {len(names) - len(histories)} of {len(names)} layers with delayed scales: "
-                "in the next step these scale by their own values"
-            )
-        return histories
 
     def _log_optimizer_dtype_changes(self, saved: Mapping[str, Any]) -> None:
         """Log which optimizer states are converted, because their dtype flag differs from the checkpoint's."""
@@ -534,6 +454,18 @@ class Checkpointer(StepHooks):
     def _log_warning(self, text: str) -> None:
         if self.mesh.world.is_first:
             self.trainer.run.log.warning(text)
+
+
+def _state_hooks_of_settings(trainer: Trainer, config: RunConfig) -> Iterator[StateHooks]:
+    """Yield what a run's settings change in what is saved and loaded."""
+    run, model = trainer.run, config.model
+    if config.checkpoint.allow_missing_vision_projection_checkpoint:
+        note = "the projector of images starts afresh (--allow-missing-vision-projection-checkpoint)"
+        yield MissingWeights("model.vision_projection.", note, log=run.print_rank_0)
+    if model.reward_head:  # a reward model may start from a language model
+        yield UnusedWeights("model.output_layer.")
+    yield AdapterState(trainer.stages, run.mesh, model) if model.adapter.has_adapters else AdaptersRefused()
+    yield AmaxHistories(trainer.stages, run.mesh.device, log=run.print_rank_0)
 
 
 def _require_saved_state(opened: OpenedCheckpoint, *, optimizer: bool, streams: bool) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.sharded_state import (
     Tree,
@@ -12,9 +13,11 @@ from megatron.core.dist_checkpointing.sharded_state import (
     sharded_optimizer_state,
     sharded_parameter,
 )
-from megatron.core.dist_checkpointing.source import ShapeAndDtype
+from megatron.core.dist_checkpointing.source import CheckpointSource, ShapeAndDtype
+from megatron.core.dist_checkpointing.state_hooks import StateHooks
 from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.parallel.spec import param_spec_of
+from megatron.core.tensor_parallel.low_precision import delayed_scalings_by_layer
 from megatron.training.state.trainer import Trainer
 
 Formats = Mapping[str, ShapeAndDtype]
@@ -95,3 +98,39 @@ def refresh_after_load(trainer: Trainer, slots: Sequence[Slot]) -> None:
     trainer.optimizer.apply_loaded_state(slots)
     for parallel in trainer.parallels:
         parallel.regather_loaded_params()
+
+
+class AmaxHistories(StateHooks):
+    """Saves the largest values of earlier steps (`run.amax.<layer>`), from which delayed scaling computes its scales."""
+
+    def __init__(self, stages: Iterable[nn.Module], device: torch.device, *, log: Callable[[str], None]) -> None:
+        self._scalings = {f"run.amax.{name}": one for name, one in delayed_scalings_by_layer(stages).items()}
+        self._device, self._log = device, log
+        self._read: dict[str, Tensor] = {}
+
+    def chosen(self, state: Tree) -> Tree:
+        """Add the histories: they go with the optimizer."""
+        if "run.optimizer_steps" not in state:
+            return state
+        return state | {name: scaling.history for name, scaling in self._scalings.items()}
+
+    def targets(self, source: CheckpointSource, state: Tree) -> Tree:
+        """Add the histories that the source has; those that it lacks are logged."""
+        wanted = self._scalings if "run.optimizer_steps" in state else {}
+        self._read = {
+            name: torch.zeros(source.formats[name].shape, device=self._device)
+            for name in wanted
+            if name in source.formats
+        }
+        if len(self._read) < len(wanted):
+            self._log(
+                f"the checkpoint has no history of {len(wanted) - len(self._read)} of {len(wanted)} layers with delayed scales: "
+                "in the next step these scale by their own values"
+            )
+        return state | self._read
+
+    def loaded(self, source: CheckpointSource) -> None:
+        """Give the layers their histories, whose length may be another."""
+        for name, history in self._read.items():
+            self._scalings[name].load_amax_history(history)
+        self._read = {}

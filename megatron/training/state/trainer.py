@@ -35,6 +35,7 @@ from megatron.training.state.microbatches import BatchSchedule, StepBatchSize
 from megatron.training.state.run import RunContext, TrainingProgress
 
 if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.state_hooks import StateHooks
     from megatron.core.distributed.fsdp import Parallel
 
 Network = GPTModel | BERTModel | T5Model | ClassifierModel | ImageClassifierModel
@@ -49,7 +50,10 @@ Evaluate = Callable[[Sequence[Any], int], Mapping[str, float]]
 
 @dataclass(slots=True)
 class Trainer:
-    """What a step works on. specs, stages, parallels: this rank's chunks in order. schedule: None in evaluation alone."""
+    """What a step works on. specs, stages, parallels: this rank's chunks in order. schedule: None in evaluation alone.
+    state_hooks: take part in saving and loading, after those of the run's settings; a `Checkpointer` takes those that
+    are there when it is made.
+    """
 
     run: RunContext
     forward_step: ForwardStep
@@ -63,6 +67,7 @@ class Trainer:
     loss_names: tuple[str, ...] | None = None
     note_names: tuple[str, ...] | None = None
     hooks: list[StepHooks] = field(default_factory=list)
+    state_hooks: list[StateHooks] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         stay = all(isinstance(parallel, DataParallel) for parallel in self.parallels)
@@ -177,7 +182,8 @@ def build_trainer(
     schedule = None
     if not config.train.skip_train:
         schedule = OptimizerParamSchedule.build(config.schedule, config.optimizer, config.train)
-    return Trainer(run, forward_step, specs, stages, parallels, optimizer, schedule, batches)
+    state_hooks = [*stages[0].state_hooks]
+    return Trainer(run, forward_step, specs, stages, parallels, optimizer, schedule, batches, state_hooks=state_hooks)
 
 
 def _initialize_and_wrap_stage(run: RunContext, stage: Network) -> Parallel:
