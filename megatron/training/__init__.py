@@ -2,7 +2,8 @@
 
 entry.py       what surrounds a main function: errors, on one rank or on all
 initialize.py  initialize_megatron(args) -> Run
-loop.py        pretrain() and the loop
+loop.py        pretrain(): sessions, and what comes before and after them
+session.py     one stretch of a run: its iterations, and what hooks are given between them
 state/         the run, this rank's stages and optimizer, and one optimizer step
 hooks/         log lines, evaluations, saves: what a run does between two steps
 loader.py      datasets to iterators of microbatches

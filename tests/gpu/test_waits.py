@@ -18,7 +18,7 @@ from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer.dispatch import AllToAllTokenDispatcher
 from megatron.core.transformer.router import ExpertRouting
 from megatron.training.health.exit_conditions import ExitConditions
-from megatron.training.loop import TrainingSession
+from megatron.training.session import TrainingSession
 from megatron.training.state.hooks import StepHooks
 from megatron.training.state.step import train_step
 from tests.gpu.test_training import MODELS

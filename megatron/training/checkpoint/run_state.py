@@ -116,15 +116,15 @@ class AmaxHistories(StateHooks):
 
     def targets(self, source: CheckpointSource, state: Tree) -> Tree:
         """Add the histories that the source has; those that it lacks are logged."""
-        wanted = self._scalings if "run.optimizer_steps" in state else {}
+        requested = self._scalings if "run.optimizer_steps" in state else {}
         self._read = {
             name: torch.zeros(source.formats[name].shape, device=self._device)
-            for name in wanted
+            for name in requested
             if name in source.formats
         }
-        if len(self._read) < len(wanted):
+        if len(self._read) < len(requested):
             self._log(
-                f"the checkpoint has no history of {len(wanted) - len(self._read)} of {len(wanted)} layers with delayed scales: "
+                f"the checkpoint has no history of {len(requested) - len(self._read)} of {len(requested)} layers with delayed scales: "
                 "in the next step these scale by their own values"
             )
         return state | self._read

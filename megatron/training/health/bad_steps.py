@@ -30,7 +30,7 @@ from megatron.training.state.hooks import RollBackRequest, RunStop, StepHooks
 from megatron.training.state.step import StepWork
 
 if TYPE_CHECKING:
-    from megatron.training.loop import TrainingSession
+    from megatron.training.session import TrainingSession
 
 _KEPT, _NEEDED = 100, 20  # good steps that are remembered, and without which nothing counts as unusual
 _LARGE = 10.0  # times the largest

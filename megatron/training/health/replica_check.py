@@ -42,7 +42,7 @@ from megatron.training.state.hooks import RunStop, StepHooks
 from megatron.training.state.trainer import Trainer
 
 if TYPE_CHECKING:
-    from megatron.training.loop import TrainingSession
+    from megatron.training.session import TrainingSession
 
 _BLOCK = 1 << 16  # words under one set of factors
 _ROWS = 16  # blocks at a time: 4 MB of words

@@ -21,7 +21,7 @@ import random
 import re
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from functools import partial
@@ -37,10 +37,9 @@ from megatron.training.health.bad_steps import BadStepError, StepValidator, mean
 from megatron.training.launch.launch_info import read_launch_info
 from megatron.training.report.metrics import StepMetrics
 from megatron.training.state.batch import Batch
-from megatron.training.state.step import StepWork, train_step
+from megatron.training.state.step import StepFunction, StepWork, train_step
 from megatron.training.state.trainer import Trainer
 
-StepFunction = Callable[[Iterator[Batch]], StepMetrics]  # trains on the next global batch
 FILE = "rerun.json"  # in --save
 RESTART_ELSEWHERE, REJECTED = 16, 17  # exit codes
 # Relative. Kernels that add in changing order differ by 1e-6 or so; a result is bad by a factor of ten, or is not finite.

@@ -18,7 +18,7 @@ from megatron.training.state.trainer import Trainer
 
 if TYPE_CHECKING:
     from megatron.training.loader import EvaluationData
-    from megatron.training.loop import TrainingSession
+    from megatron.training.session import TrainingSession
 
 
 class Evaluation(StepHooks):

@@ -17,7 +17,7 @@ from megatron.training.state.run import RunContext
 from megatron.training.state.trainer import Trainer
 
 if TYPE_CHECKING:
-    from megatron.training.loop import TrainingSession
+    from megatron.training.session import TrainingSession
 
 
 class IntervalLog(StepHooks):

@@ -15,7 +15,7 @@ from megatron.training.state.run import RunContext
 from megatron.training.state.trainer import Evaluate, Samples
 
 if TYPE_CHECKING:
-    from megatron.training.loop import TrainingSession
+    from megatron.training.session import TrainingSession
 
 
 class OnlineEvaluation(StepHooks):

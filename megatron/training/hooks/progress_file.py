@@ -15,7 +15,7 @@ from megatron.training.state.hooks import StepHooks
 from megatron.training.state.run import RunContext
 
 if TYPE_CHECKING:
-    from megatron.training.loop import TrainingSession
+    from megatron.training.session import TrainingSession
 
 
 class ProgressFile(StepHooks):

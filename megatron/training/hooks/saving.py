@@ -11,7 +11,7 @@ from megatron.training.state.run import RunContext
 
 if TYPE_CHECKING:
     from megatron.training.hooks.writers import Writers
-    from megatron.training.loop import TrainingSession
+    from megatron.training.session import TrainingSession
 
 
 class Saving(StepHooks):

@@ -10,7 +10,7 @@ losses does: each microbatch alike, or with --calculate-per-token-loss by its nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,6 +32,8 @@ from megatron.training.state.trainer import Trainer
 
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp import Parallel
+
+StepFunction = Callable[[Iterator[Batch]], StepMetrics]  # trains on the next global batch
 
 
 class StepWork:
@@ -237,7 +239,9 @@ def train_step(trainer: Trainer, batches: Iterator[Batch], *, again: StepWork | 
 
 
 def qk_clip_factors(trainer: Trainer) -> dict[str, Tensor]:
-    """Return the factors by which --qk-clip rescales rows of query and key weights after this step, by parameter name."""
+    """Return the factors by which --qk-clip rescales rows of query and key weights after this step, by parameter
+    name: [rows] each.
+    """
     model = trainer.run.config.model
     if not model.qk_clip:
         return {}

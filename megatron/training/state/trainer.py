@@ -145,7 +145,9 @@ class Trainer:
         )
 
     def all_hooks_accept(self, work: Any, losses: Mapping[str, Tensor], norm: Tensor) -> bool:
-        """Return whether all hooks accept the update (`StepHooks.accept_update`). Every hook is asked, for all ranks alike."""
+        """Return whether all hooks accept the update (`StepHooks.accept_update`). Every hook is asked, for all ranks alike.
+        losses: sums by name, and norm, scalars.
+        """
         return all([hook.accept_update(work, losses, norm) for hook in self.hooks])
 
     def count_step(self, size: StepBatchSize, *, updated: bool) -> None:

@@ -24,7 +24,7 @@ from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
 from megatron.training.hooks.default import default_hooks
 from megatron.training.loader import build_split_batches
-from megatron.training.loop import TrainingSession
+from megatron.training.session import TrainingSession
 from megatron.training.state.step import train_step
 from megatron.training.state.trainer import build_trainer
 from megatron.verify.compare.contents import matches_pattern

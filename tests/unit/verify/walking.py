@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.training.loop import TrainingSession
+from megatron.training.session import TrainingSession
 
 _PLAIN = (int, float, str, bytes, bool, complex, type(None), Enum, np.generic, torch.dtype, torch.device, torch.Size)
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, torch.futures.Future)
