@@ -8,15 +8,24 @@ cache.py                   the paged KV cache, and attention over it with any ke
 cuda_graphs.py             captured decoding steps
 model_runner.py            one forward pass of all ranks over new tokens of many sequences
 forward_passes.py          microbatches through the pipeline stages
+step_input.py              what one forward pass is given and returns
+sampled_tokens.py          the next tokens of a pass: sampled, scored, copied to the host
+recurrent_states.py        states of layers that keep one instead of keys and values
 sequence.py                the state of one request
 speculative.py             speculative decoding: a draft network, or multi-token prediction
 engine.py                  the scheduler: which requests take part in each step
+engine_setup.py            what an engine is made with: checks, the size of its cache, its kernel
+adapters.py                adapters of several requests beside one base, in one pass
+served_adapters.py         the adapters that requests may name
 expert_choice_recorder.py  which experts the tokens of a pass used
 liveness.py                which ranks are alive
 service.py                 an engine in a thread of its own, for servers
 service_thread.py          that thread, which a reward model has too
+score_service.py           texts that wait for a score, scored together
 beam.py                    beam search over an engine
 generate.py                text in, text out
+image_prompts.py           prompts with images
+eval_generate.py           what a network in training says after some prompts
 encoder_decoder.py         the same requests for a T5, one batch after the other
 
     engine = Engine(load_network(folder, GPT).stages, tokenizer)

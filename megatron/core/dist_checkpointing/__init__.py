@@ -13,6 +13,7 @@ checkpoint_folders.py  folders: committed, newest and expired checkpoints; needs
 lock.py                the lock that lets one job write into a folder
 threaded_copy.py       copies between tensors by several threads
 files.py               all file system operations
+pickles.py             files of torch.save from strangers, read without running anything in them
 
 There is no code for resharding: a checkpoint holds global tensors in boxes, and loading requests other boxes.
 """

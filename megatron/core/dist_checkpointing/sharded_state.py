@@ -44,7 +44,7 @@ Tree = dict[str, Any]  # name -> ShardedTensor, a tensor that every rank holds a
 
 
 class FlatParamRange(Protocol):
-    """Flat elements [low, high) of a local parameter (`distributed.buffers.Segment` implements it)."""
+    """Flat elements [low, high) of a local parameter (`distributed.buffers.OwnedSegment` implements it)."""
 
     @property
     def spec(self) -> ParamSpec:

@@ -33,8 +33,8 @@ from megatron.core.parallel.spec import param_spec_of
 
 
 class Fp8GatheredWeight(Protocol):
-    """The quantized weights of a layer, which `LowPrecisionBucket` fills (`tensor_parallel.low_precision.Scaling`
-    implements it).
+    """The quantized weights of a layer, which `LowPrecisionBucket` fills (`LowPrecisionScaling` of
+    tensor_parallel/low_precision.py implements it).
 
     recipe: the quantization recipe. cut: axis over which the weights are sharded. held: the matrices of the weight,
     one, or one for each expert. turned: the same transposed, for products over the other dimension.

@@ -12,5 +12,7 @@ offload.py          activation offloading to CPU memory
 wgrad.py            delayed weight gradients (zero bubble, --delay-wgrad-compute)
 main_grad.py        main gradients, and gradient accumulation fused into layers
 overlap.py          computation during communication: dual-batch overlap, delayed weight gradients
+late_reduction.py   an all-reduce whose result comes a call late
+box_hash.py         hashes of tensors, which boxes of them add up to
 flight_recorder.py  the last collectives of a rank, for messages about failures
 """

@@ -27,7 +27,7 @@ from megatron.core.parallel.main_grad import active_main_grad
 
 
 class OffloadedBuffer:
-    """A range of bytes of a storage, copied to CPU memory, and back to the device after `fetch`."""
+    """A range of bytes of a storage, copied to CPU memory, and back to the device after `start_fetch`."""
 
     def __init__(self, source: Tensor, side_stream: SideStream) -> None:
         """Start the copy to the CPU. source: uint8 [bytes], on the device."""

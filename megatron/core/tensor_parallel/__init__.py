@@ -1,10 +1,14 @@
 """Tensor-parallel layers.
 
-region.py             entrance and exit of a tensor-parallel region, with or without sequence parallelism
-linear.py             ColumnParallelLinear and RowParallelLinear
-low_precision.py      fp8 and fp4 matmuls, delayed scaling
-overlapped_matmul.py  matmuls overlapped with the communication of sequence parallelism
-embedding.py          VocabParallelEmbedding and PositionEmbeddingTable
-norm.py               LayerNorm and RMSNorm with their gradient axes
-cross_entropy.py      vocabulary-parallel cross entropy
+region.py                  entrance and exit of a tensor-parallel region, with or without sequence parallelism
+linear.py                  ColumnParallelLinear and RowParallelLinear
+compiled_linear.py         linear layers in graphs of torch's compiler
+adapter.py                 adapters of linear layers: LoRA, rsLoRA, DoRA
+frozen_quantized.py        frozen weights that a rank holds quantized: the base of adapters
+low_precision.py           fp8 and fp4 matmuls, delayed scaling
+compiled_low_precision.py  the same in graphs of torch's compiler
+overlapped_matmul.py       matmuls overlapped with the communication of sequence parallelism
+embedding.py               VocabParallelEmbedding and PositionEmbeddingTable
+norm.py                    LayerNorm and RMSNorm with their gradient axes
+cross_entropy.py           vocabulary-parallel cross entropy
 """

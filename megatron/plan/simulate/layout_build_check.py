@@ -80,7 +80,7 @@ def _parameter_specs(
 
 
 def mesh_without_groups(lists: dict[str, RankLists], rank: int) -> Mesh:
-    """Return a rank's mesh without process groups. lists: of `axis_rank_groups`, and of `block_ranks` if any."""
+    """Return a rank's mesh without process groups. lists: of `axis_rank_groups`, and those of blocks if any."""
 
     def axis_without_group(name: str) -> Axis:
         """Return this rank's `Axis` of this name, without a process group."""
