@@ -61,6 +61,7 @@ SMALL_FOR_A_REASON: Mapping[str, str] = {
     "megatron/core/tokenizers/wordpiece.py": "one kind of tokenizer a file",
     "megatron/rl/environments/*": "one environment a file",
     "megatron/training/hooks/*": "one thing that a run does between two steps a file, as default.py lists them",
+    "megatron/training/session.py": "hooks name its class as what they are given, and loop.py lists the hooks",
     "megatron/tools/*": "one command a file",
     "megatron/cli/commands/*": "one command a file",
     "megatron/tasks/main.py": "the command of the tasks",

@@ -1,6 +1,7 @@
 """Distributed checkpoints: global tensors, stored as named rectangles (boxes).
 
 sharded_state.py       which boxes of which global tensor this rank holds: parameters and optimizer state
+state_hooks.py         StateHooks: what a feature adds to saves, and changes in what is loaded
 source.py              Source: the interface of a checkpoint of any format
 rewrite.py             write any source in our own format, offline, one tensor at a time
 load.py                fill a tree from a source; find the newest valid checkpoint

@@ -79,7 +79,7 @@ def test_targets_name_projections_matrices_and_patterns() -> None:
         ({"lora_targets": ("q_proj", "linear_qkv")}, "adapter-targets", "as one matrix and its parts"),
         ({"lora_dropout": 1.0}, "adapter-numbers", "must lie in"),
         ({"lora_plus_ratio": 0.0}, "adapter-numbers", "not a positive number"),
-        ({"lora_rank": None, "dora": True}, "adapter-numbers", "give --lora-rank"),
+        ({"lora_rank": None, "dora": True}, "no-effect", "give --lora-rank"),
         ({"qk_clip": True}, "adapter-fit", "--qk-clip"),
         ({"save": "x", "export_hf": "y"}, "adapter-fit", "--export-hf"),
         ({"optimizer": "muon"}, "adapter-fit", "choose adam"),
