@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.source import CheckpointSource, ShapeAndDt
 from megatron.core.dist_checkpointing.state_hooks import StateHooks
 from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.parallel.spec import param_spec_of
-from megatron.core.tensor_parallel.low_precision import delayed_scalings_by_layer
+from megatron.core.tensor_parallel.low_precision import LowPrecisionScaling, delayed_scalings_by_layer
 from megatron.training.state.trainer import Trainer
 
 Formats = Mapping[str, ShapeAndDtype]
@@ -103,10 +103,14 @@ def refresh_after_load(trainer: Trainer, slots: Sequence[Slot]) -> None:
 class AmaxHistories(StateHooks):
     """Saves the largest values of earlier steps (`run.amax.<layer>`), from which delayed scaling computes its scales."""
 
-    def __init__(self, stages: Iterable[nn.Module], device: torch.device, *, log: Callable[[str], None]) -> None:
-        self._scalings = {f"run.amax.{name}": one for name, one in delayed_scalings_by_layer(stages).items()}
-        self._device, self._log = device, log
+    def __init__(self, stages: Sequence[nn.Module], device: torch.device, *, log: Callable[[str], None]) -> None:
+        self._stages, self._device, self._log = stages, device, log
         self._read: dict[str, Tensor] = {}
+
+    @property
+    def _scalings(self) -> dict[str, LowPrecisionScaling]:
+        """The layers' scalings, by the names under which their histories are saved."""
+        return {f"run.amax.{name}": one for name, one in delayed_scalings_by_layer(self._stages).items()}
 
     def chosen(self, state: Tree) -> Tree:
         """Add the histories: they go with the optimizer."""
@@ -131,6 +135,7 @@ class AmaxHistories(StateHooks):
 
     def loaded(self, source: CheckpointSource) -> None:
         """Give the layers their histories, whose length may be another."""
+        scalings = self._scalings
         for name, history in self._read.items():
-            self._scalings[name].load_amax_history(history)
+            scalings[name].load_amax_history(history)
         self._read = {}
