@@ -4,7 +4,7 @@
 attributes and keys from the session of `training/loop.py`, such as `trainer.optimizer.scaler.scale`. A test walks everything that
 can be reached from a session before and after some steps, and fails when something has changed that is neither in this table nor
 in the test's list of derived state. `tools/checkpoint/resume_check.py` compares two checkpoints item by item, and after them what
-they hold beside: state of an optimizer or a hook that this table does not know.
+they hold beside: state of a hook that this table does not know. What an optimizer must hold, its update rule says (`UpdateRule.slots`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from megatron.core.config.adapters import is_trained_parameter
 from megatron.core.config.flags.declare import config_from_flat_dict
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
+from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.dist_checkpointing.source import CheckpointSource
+from megatron.core.optimizer.optimizer import UPDATE_RULES
 from megatron.verify.compare.checkpoints import CheckpointEntryDifference, compare_sources
 from megatron.verify.compare.contents import matches_pattern
 
@@ -63,7 +65,7 @@ class StateCategoryComparison:
         return not self.missing and not self.differences
 
 
-INVENTORY = (
+_INVENTORY = (
     StateCategory(
         "weights",
         ("model.*",),
@@ -100,10 +102,9 @@ INVENTORY = (
         ("trainer.optimizer.rules.*.parameters.*.owned.second.*",),
     ),
     StateCategory(
-        "momentum (SGD)", ("optimizer.momentum_buffer.*",), ("trainer.optimizer.rules.*.state.*.momentum_buffer",)
-    ),
-    StateCategory(
-        "momentum (Muon)", ("optimizer.momentum_buffer.*",), ("trainer.optimizer.rules.*.owned_parts.*.momentum",)
+        "momentum (SGD, Muon)",
+        ("optimizer.momentum_buffer.*",),
+        ("trainer.optimizer.rules.*.state.*.momentum_buffer", "trainer.optimizer.rules.*.owned_parts.*.momentum"),
     ),
     StateCategory(
         "updates done",
@@ -123,40 +124,48 @@ INVENTORY = (
 )
 
 
+def with_other_slots(items: tuple[StateCategory, ...]) -> tuple[StateCategory, ...]:
+    """Return the items, and one for each slot of an update rule that none of them has: an optimizer that was added."""
+    named = [name for item in items for name in item.names]
+    others = {
+        slot: rule
+        for rule, kind in UPDATE_RULES.items()
+        for slot in (*kind.slots, *(kind.matrix_slots or ()))
+        if f"optimizer.{slot}.*" not in named
+    }
+    return items + tuple(
+        StateCategory(f"{slot} ({rule})", (f"optimizer.{slot}.*",), (f"trainer.optimizer.rules.*.state.*.{slot}",))
+        for slot, rule in others.items()
+    )
+
+
+INVENTORY = with_other_slots(_INVENTORY)
 _UNCHANGING = {one.what: list(one.names) for one in INVENTORY if not any("*" in name for name in one.names)}
 
 
 def expected_state_names(settings: Settings, world_size: int, parameters: list[str]) -> dict[str, list[str]]:
     """Return category -> names that a checkpoint must hold. parameters: names of the network's parameters."""
-    optimizer, trained = settings["optimizer"], _trained_names(settings, parameters)
-    rule = settings["muon_scalar_optimizer"] if optimizer == "muon" else optimizer
-    by_muon, factored, elementwise = _parameters_by_update_rule(optimizer, trained)
-    rounded = trained if settings["bf16"] or settings["fp16"] else []
-    slots = {
-        "fp32 master weights": ("master", [name for name in rounded if not name.endswith(_FP32)]),
-        "first moments (Adam)": ("exp_avg", elementwise if rule in ("adam", "lion") else []),
-        "second moments (Adam)": ("exp_avg_sq", elementwise if rule == "adam" or optimizer == "adafactor" else []),
-        "momentum (SGD)": ("momentum_buffer", trained if optimizer == "sgd" else []),
-        "momentum (Muon)": ("momentum_buffer", by_muon),
-    }
+    slots = [*_expected_slots(settings, _trained_names(settings, parameters))]
     return {
+        **{item.what: [name for name in slots if matches_pattern(name, item.names)] for item in INVENTORY},
         **_UNCHANGING,
         "weights": [f"model.{name}" for name in parameters],
-        **{what: [f"optimizer.{slot}.{name}" for name in names] for what, (slot, names) in slots.items()},
-        "second moments by row and column (Adafactor)": [
-            f"optimizer.exp_avg_sq_{side}.{name}" for side in ("row", "col") for name in factored
-        ],
         "random streams": _expected_random_streams(settings, world_size),
         "histories of delayed scales": _expected_amax_histories(settings, parameters),
     }
 
 
-def _parameters_by_update_rule(optimizer: str, trained: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the parameters that Muon updates, whose second moments Adafactor factors, and the others."""
-    matrices = [name for name in trained if name.endswith("weight") and "norm" not in name]
-    multiplied = [name for name in matrices if any(part in name for part in _MATRICES)]
-    by_muon, factored = multiplied if optimizer == "muon" else [], matrices if optimizer == "adafactor" else []
-    return by_muon, factored, [name for name in trained if name not in {*by_muon, *factored}]
+def _expected_slots(settings: Settings, trained: list[str]) -> Iterator[str]:
+    """Yield the names of an optimizer's state, by what its update rules say. trained: the parameters that it updates."""
+    config = config_from_flat_dict(OptimizerConfig, settings)
+    of_matrices, of_others = (UPDATE_RULES[config.update_rules[at]] for at in (0, -1))
+    for name in trained:
+        if (settings["bf16"] or settings["fp16"]) and not name.endswith(_FP32):
+            yield f"optimizer.master.{name}"
+        is_matrix = name.endswith("weight") and "norm" not in name
+        rule = of_matrices if is_matrix and any(part in name for part in _MATRICES) else of_others
+        slots = rule.slots if rule.matrix_slots is None or not is_matrix else rule.matrix_slots
+        yield from (f"optimizer.{slot}.{name}" for slot in slots)
 
 
 def _trained_names(settings: Settings, parameters: list[str]) -> list[str]:

@@ -31,13 +31,12 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.vision import vision_encoder_config
 from megatron.core.models.describe import RankParameterCounts, WeightShardCounts, count_rank_parameters
 from megatron.core.models.gradient_flow import gradient_flow
+from megatron.core.optimizer.optimizer import update_rule_named
 
 AttentionCount = Literal["causal", "square"]
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Of a code, an 8-bit scale for 64 of them, and a mean and a step for 256 scales (kernels/low_precision/weight_blocks.py).
 QUANTIZED_BYTES = {name: bits / 8 + 1 / 64 + 8 / (64 * 256) for name, bits in (("nf4", 4), ("int8", 8))}
-# bytes of an optimizer state element, with a scale for every 128 elements
-STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2 + 4 / 128, "fp8": 1 + 4 / 128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +135,9 @@ def owned_bytes_per_parameter(config: RunConfig) -> float:
 
     State that --optimizer-cpu-offload moves to the CPU is included.
     """
-    precision, rule, weight = config.precision, config.optimizer, BYTES[config.precision.param_dtype_name]
-    has_master = weight < 4 and not config.parallel.use_torch_fsdp2
-    if precision.use_precision_aware_optimizer:
-        master = STATE_BYTES["fp16"] if precision.main_params_dtype == "fp16" else 2 if precision.bf16 else 4
-        return master * has_master + STATE_BYTES[precision.exp_avg_dtype] + STATE_BYTES[precision.exp_avg_sq_dtype]
-    moments = {"adam": 2, "lion": 1, "adafactor": 0, "sgd": int(rule.sgd_momentum > 0)}[rule.elementwise_optimizer]
-    return max(4, weight) * ((1 if rule.is_muon else moments) + has_master)
+    rule = update_rule_named(config.optimizer.update_rules[0], config.precision)
+    has_master = BYTES[config.precision.param_dtype_name] < 4 and not config.parallel.use_torch_fsdp2
+    return 4.0 * (has_master and rule.uses_main_weights) + rule.state_bytes_per_element(config)
 
 
 def update_temporaries_per_parameter(config: RunConfig, data_parallel_size: int = 1) -> float:
@@ -190,10 +185,12 @@ def estimate_memory_by_pipeline_rank(
             )
         )
         state += frozen_weight_bytes(config, held - trained)
-        # other parameters than matrices have two moments
-        if config.optimizer.is_muon and config.optimizer.elementwise_optimizer == "adam":
-            moment = max(4, BYTES[config.precision.param_dtype_name])
-            state += trained.rest * moment / _num_optimizer_shards(config, replicas)
+        # Other parameters than matrices may have another rule.
+        of_matrices, of_rest = (
+            update_rule_named(config.optimizer.update_rules[at], config.precision).state_bytes_per_element(config)
+            for at in (0, -1)
+        )
+        state += trained.rest * (of_rest - of_matrices) / _num_optimizer_shards(config, replicas)
         stages_memory.append(
             RankMemory(
                 held.total,

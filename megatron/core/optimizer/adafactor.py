@@ -17,14 +17,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.distributed.buffers import OwnedSegment, ParamOwnership
-from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradients
+from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, UpdateRuleContext, scale_gradients
 from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import boxes_of_flat_range, intersect
 from megatron.core.parallel.mesh import Mesh
@@ -34,9 +35,6 @@ from megatron.core.parallel.spec import (
     local_shard_boxes,
     tensor_parallel_axis_name,
 )
-
-if TYPE_CHECKING:
-    from megatron.core.distributed.fsdp import Parallel
 
 Index = tuple[slice, ...]
 
@@ -117,18 +115,18 @@ class _AdafactorParam:
 class Adafactor(UpdateRule):
     """Adafactor for all parameters of this rank's stages."""
 
-    def __init__(
-        self, parallels: Sequence[Parallel], owned: Owned, mesh: Mesh, config: OptimizerConfig, *, dtype: torch.dtype
-    ) -> None:
-        """Collect the parameters. dtype: of main weights, also on a rank that has none.
+    slots = ("exp_avg_sq",)
+    matrix_slots = ("exp_avg_sq_row", "exp_avg_sq_col")
 
-        All ranks that share a parameter take part in its step, also those that own none of it.
-        """
-        super().__init__(owned, config)
-        self.mesh = mesh
-        self.nothing, remaining = torch.zeros(0, dtype=dtype, device=mesh.device), iter(owned)
+    def __init__(self, owned: Owned, config: OptimizerConfig, context: UpdateRuleContext) -> None:
+        """Collect the parameters. All ranks that share one take part in its step, also those that own none of it."""
+        super().__init__(owned, config, context)
+        self.mesh = context.mesh
+        self.nothing, remaining = torch.zeros(0, dtype=context.main_dtype, device=self.mesh.device), iter(owned)
         self.parameters = [
-            self._build_parameter(one, remaining) for parallel in parallels for one in parallel.param_ownership()
+            self._build_parameter(one, remaining)
+            for parallel in context.parallels
+            for one in parallel.param_ownership()
         ]
         self.by_main = {parameter.owned.main: parameter for parameter in self.parameters if parameter.owned is not None}
 
@@ -161,6 +159,11 @@ class Adafactor(UpdateRule):
             ),
         )
 
+    @classmethod
+    def state_bytes_per_element(cls, config: RunConfig) -> float:
+        """See the base class. A number for each row and each column is next to nothing."""
+        return 0.0
+
     @torch.no_grad()
     def step(self, factor: float | Tensor) -> None:
         """Update the main weights by their gradients times `factor`, a scalar."""
@@ -192,7 +195,7 @@ class Adafactor(UpdateRule):
             return
         shards = tuple(shard for shard in parameter.spec.shards if parameter.spec.stacked and shard.dim == 0)
         for slot, second, shape in zip(
-            ("exp_avg_sq_row", "exp_avg_sq_col"), owned_part.second, _factored_shapes(parameter.spec.shape), strict=True
+            self.matrix_slots, owned_part.second, _factored_shapes(parameter.spec.shape), strict=True
         ):
             values = second.view(-1)
             spec = replace(parameter.spec, shape=shape, shards=shards)

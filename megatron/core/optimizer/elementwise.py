@@ -15,25 +15,22 @@ from torch.optim.sgd import sgd
 
 from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.distributed.buffers import OwnedSegment
-from megatron.core.kernels.ops.adamw import AdamKernel, AdamStepSettings, AdamTensors, adamw
-from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_gradients
+from megatron.core.kernels.ops.adamw import AdamStepSettings, AdamTensors, adamw
+from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, UpdateRuleContext, scale_gradients
 from megatron.core.parallel.device import storage_id_and_offset
 
 
 class ElementwiseRule(UpdateRule):
     """Base of the elementwise rules, whose moments have the shape of the main weights.
 
-    moments: names of the moments. state: main weight -> name -> tensor, allocated at construction, so that every
-    checkpoint holds all of them.
+    state: main weight -> name -> tensor, allocated at construction, so that every checkpoint holds all of them.
     """
 
-    moments: tuple[str, ...]
-
-    def __init__(self, owned: Owned, config: OptimizerConfig) -> None:
-        super().__init__(owned, config)
+    def __init__(self, owned: Owned, config: OptimizerConfig, context: UpdateRuleContext) -> None:
+        super().__init__(owned, config, context)
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         for _, param in owned:
-            self.state[param] = {slot: torch.zeros_like(param) for slot in self.moments}
+            self.state[param] = {slot: torch.zeros_like(param) for slot in self.slots}
 
     @torch.no_grad()
     def step(self, factor: float | Tensor) -> None:
@@ -45,7 +42,7 @@ class ElementwiseRule(UpdateRule):
 
     def checkpoint_state(self, segment: OwnedSegment, main: Tensor) -> Iterator[Slot]:
         """Return an iterator over (slot name, segment, values [elements]) of a segment's moments."""
-        return ((slot, segment, self.state[main][slot]) for slot in self.moments)
+        return ((slot, segment, self.state[main][slot]) for slot in self.slots)
 
     @abstractmethod
     def _update(self, params: list[Tensor], factor: float | Tensor, lr: float, decay: float) -> None:
@@ -58,12 +55,12 @@ class AdamW(ElementwiseRule):
     counts: main weight -> number of its updates, on the host, which no step has to wait for.
     """
 
-    moments = ("exp_avg", "exp_avg_sq")
+    slots = ("exp_avg", "exp_avg_sq")
     writes_weights = True
 
-    def __init__(self, owned: Owned, config: OptimizerConfig, kernel: AdamKernel = adamw) -> None:
-        super().__init__(owned, config)
-        self.kernel = kernel
+    def __init__(self, owned: Owned, config: OptimizerConfig, context: UpdateRuleContext) -> None:
+        super().__init__(owned, config, context)
+        self.kernel = context.adamw
         self.counts = dict.fromkeys((param for _, param in owned), 0)
         self._offloaded = {param for segment, param in owned if param.device != segment.data.device}
         self._weights = {
@@ -102,7 +99,7 @@ class AdamW(ElementwiseRule):
 class SGD(ElementwiseRule):
     """Stochastic gradient descent with momentum; weight decay is added to the gradient."""
 
-    moments = ("momentum_buffer",)
+    slots = ("momentum_buffer",)
 
     def _update(self, params: list[Tensor], factor: float | Tensor, lr: float, decay: float) -> None:
         sgd(
@@ -127,7 +124,7 @@ class Lion(ElementwiseRule):
     It has one moment, and needs about a tenth of AdamW's learning rate and ten times its weight decay.
     """
 
-    moments = ("exp_avg",)
+    slots = ("exp_avg",)
 
     def _update(self, params: list[Tensor], factor: float | Tensor, lr: float, decay: float) -> None:
         for param, gradient in zip(params, scale_gradients(params, factor), strict=True):
@@ -135,6 +132,3 @@ class Lion(ElementwiseRule):
             direction = moment.lerp(gradient, 1.0 - self.config.lion_beta1).sign_()
             moment.lerp_(gradient, 1.0 - self.config.lion_beta2)
             param.mul_(1.0 - lr * decay).add_(direction, alpha=-lr)
-
-
-RULES: dict[str, type[ElementwiseRule]] = {"adam": AdamW, "sgd": SGD, "lion": Lion}

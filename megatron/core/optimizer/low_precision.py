@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.distributed.buffers import OwnedSegment
-from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, scale_rows
+from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, UpdateRuleContext, scale_rows
 from megatron.core.optimizer.state_formats import (
     BLOCK,
     Bf16RemainderTensor,
@@ -28,7 +29,8 @@ from megatron.core.optimizer.state_formats import (
 from megatron.core.parallel.rng import derive_seed
 
 _SLICE = 2**13 * BLOCK  # elements that are fp32 at a time
-SLOTS = ("master", "exp_avg", "exp_avg_sq")
+# Bytes of an element; a block has a scale of 4.
+_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2 + 4 / BLOCK, "fp8": 1 + 4 / BLOCK}
 
 
 @dataclass(slots=True)
@@ -47,14 +49,23 @@ class SegmentOptimizerState:
 class LowPrecisionAdam(UpdateRule):
     """AdamW over encoded state. The "params" of its groups are the main weights of the segments; states: their state."""
 
+    slots = ("exp_avg", "exp_avg_sq")
     uses_main_weights = False
 
-    def __init__(self, owned: Owned, config: OptimizerConfig, precision: PrecisionConfig) -> None:
-        super().__init__(owned, config)
+    def __init__(self, owned: Owned, config: OptimizerConfig, context: UpdateRuleContext) -> None:
+        super().__init__(owned, config, context)
         self.betas, self.eps = (config.adam_beta1, config.adam_beta2), config.adam_eps
         self.states: dict[Tensor, SegmentOptimizerState] = {
-            main: allocate_optimizer_state(segment, precision) for segment, main in owned
+            main: allocate_optimizer_state(segment, context.precision) for segment, main in owned
         }
+
+    @classmethod
+    def state_bytes_per_element(cls, config: RunConfig) -> float:
+        """See the base class."""
+        precision, main = config.precision, 0.0
+        if (precision.bf16 or precision.fp16) and not config.parallel.use_torch_fsdp2:
+            main = _BYTES["fp16"] if precision.main_params_dtype == "fp16" else 2.0 if precision.bf16 else 4.0
+        return main + _BYTES[precision.exp_avg_dtype] + _BYTES[precision.exp_avg_sq_dtype]
 
     def step(self, factor: float | Tensor) -> None:
         """Update every segment by its gradient times `factor`, a scalar."""
@@ -106,7 +117,7 @@ class LowPrecisionAdam(UpdateRule):
         generator: torch.Generator,
     ) -> None:
         """Update elements [low, high) of a segment by AdamW, in fp32. gradient: [high - low]; group: its rates."""
-        main, first, second = (state.slots[name].decode_slice(low, high) for name in SLOTS)
+        main, first, second = (state.slots[name].decode_slice(low, high) for name in ("master", *self.slots))
         (beta1, beta2), lr = self.betas, group["lr"]
         first = first.lerp_(gradient, 1.0 - beta1)
         second = second.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,13 +27,10 @@ from megatron.core.optimizer.orthogonal import (
     orthogonalize_distributed,
 )
 from megatron.core.optimizer.owners import MuonTask, assign_muon_owners, muon_tasks_of_param
-from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, is_updated_by_muon, scale_gradients
+from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, UpdateRuleContext, is_updated_by_muon, scale_gradients
 from megatron.core.parallel import collectives
-from megatron.core.parallel.mesh import Axis, Mesh
+from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.spec import ParamSpec, local_shard_boxes
-
-if TYPE_CHECKING:
-    from megatron.core.distributed.fsdp import Parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +48,13 @@ class Muon(UpdateRule):
     owned_parts: by parameter name. tasks: data-parallel axis -> matrices with their owners, equal on its ranks.
     """
 
-    def __init__(
-        self, parallels: Sequence[Parallel], owned: Owned, mesh: Mesh, config: OptimizerConfig, *, dtype: torch.dtype
-    ) -> None:
-        """Assign the matrices to owners. dtype: of main weights, also on a rank that owns none."""
-        super().__init__(owned, config)
-        self.mesh = mesh
-        self.nothing = torch.zeros(0, dtype=dtype, device=mesh.device)
+    slots = ("momentum_buffer",)
+
+    def __init__(self, owned: Owned, config: OptimizerConfig, context: UpdateRuleContext) -> None:
+        """Assign the matrices to owners."""
+        super().__init__(owned, config, context)
+        self.mesh = mesh = context.mesh
+        self.nothing = torch.zeros(0, dtype=context.main_dtype, device=mesh.device)
         self.iteration = NewtonSchulzSettings(
             config.muon_num_ns_steps, config.muon_coefficient_type, config.muon_fp32_matmul_prec == "medium"
         )
@@ -67,7 +63,10 @@ class Muon(UpdateRule):
         }
         by_axis: dict[str, list[MuonTask]] = {}
         for one in (
-            one for parallel in parallels for one in parallel.param_ownership() if is_updated_by_muon(one.spec, config)
+            one
+            for parallel in context.parallels
+            for one in parallel.param_ownership()
+            if is_updated_by_muon(one.spec, config)
         ):
             by_axis.setdefault(one.spec.reduce_over, []).extend(muon_tasks_of_param(one, self._splits_fused_matrix))
         self.tasks = {axis: assign_muon_owners(tasks, mesh.axis(axis).size) for axis, tasks in by_axis.items()}

@@ -3,7 +3,7 @@
 The same code serves plain data parallelism (every rank owns everything), ZeRO-1 (every rank owns a range of each
 bucket) and FSDP2 (every rank owns rows of each parameter): it sees a list of segments. Half-precision weights have fp32
 main weights; fp32 and fp64 weights are their own main weights. An `UpdateRule` (rule.py) turns gradients into new
-weights:
+weights; `UPDATE_RULES` names them:
 
     --optimizer muon, matrices of layers           Muon               muon.py
     --optimizer adafactor                          Adafactor          adafactor.py
@@ -26,17 +26,30 @@ from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.kernels.ops.adamw import AdamKernel, adamw, copy_tensor_pairs
 from megatron.core.optimizer.adafactor import Adafactor
 from megatron.core.optimizer.clip import count_zeros, global_norm
-from megatron.core.optimizer.elementwise import RULES, AdamW
+from megatron.core.optimizer.elementwise import SGD, AdamW, Lion
 from megatron.core.optimizer.low_precision import LowPrecisionAdam
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.offload import OptimizerCpuOffload, split_segments_for_offload
-from megatron.core.optimizer.rule import Owned, Slot, UpdateRule, is_updated_by_muon
+from megatron.core.optimizer.rule import Slot, UpdateRule, UpdateRuleContext, is_updated_by_muon
 from megatron.core.optimizer.scaler import LossScaler
 from megatron.core.parallel.device import has_separate_memory, storage_id_and_offset
 from megatron.core.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from megatron.core.distributed.fsdp import Parallel
+
+UPDATE_RULES: Mapping[str, type[UpdateRule]] = {
+    "adam": AdamW,
+    "sgd": SGD,
+    "lion": Lion,
+    "adafactor": Adafactor,
+    "muon": Muon,
+}
+
+
+def update_rule_named(name: str, precision: PrecisionConfig) -> type[UpdateRule]:
+    """Return the class of an update rule; with state in low precision, that of AdamW is another."""
+    return LowPrecisionAdam if precision.use_precision_aware_optimizer and name == "adam" else UPDATE_RULES[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +93,17 @@ class Optimizer:
         self.on_device = slice(len(self.main_weights), None)  # segments that are not offloaded
         separate = not precision.use_precision_aware_optimizer
         self.main_weights += [_main_weight(segment, separate=separate) for segment in self.segments[self.on_device]]
-        by_muon, others = self._split_by_rule()
-        dtype = torch.float64 if precision.fp64 else torch.float32
-        self.rules: list[UpdateRule] = [Muon(parallels, by_muon, mesh, config, dtype=dtype)] if config.is_muon else []
-        if config.optimizer == "adafactor":
-            self.rules.append(Adafactor(parallels, others, mesh, config, dtype=dtype))
-        elif precision.use_precision_aware_optimizer:
-            self.rules.append(LowPrecisionAdam(others, config, precision))
-        elif config.elementwise_optimizer == "adam":
-            self.rules.append(AdamW(others, config, adamw))
-        else:
-            self.rules.append(RULES[config.elementwise_optimizer](others, config))
-        self.rule_of = [self.rules[0 if is_updated_by_muon(segment.spec, config) else -1] for segment in self.segments]
-
-    def _split_by_rule(self) -> tuple[Owned, Owned]:
-        """Return the segments with their main weights: those that Muon updates, and the others."""
-        owned = list(zip(self.segments, self.main_weights, strict=True))
-        by_muon = [(segment, main) for segment, main in owned if is_updated_by_muon(segment.spec, self.config)]
-        return by_muon, [
-            (segment, main) for segment, main in owned if not is_updated_by_muon(segment.spec, self.config)
-        ]
+        context = UpdateRuleContext(parallels, mesh, precision, adamw)
+        rule_numbers = [0 if is_updated_by_muon(segment.spec, config) else -1 for segment in self.segments]
+        self.rules: list[UpdateRule] = []
+        for name, number in zip(config.update_rules, (0, -1) if config.is_muon else (-1,), strict=True):
+            of_rule = [
+                (segment, main)
+                for segment, main, updated_by in zip(self.segments, self.main_weights, rule_numbers, strict=True)
+                if updated_by == number
+            ]
+            self.rules.append(update_rule_named(name, precision)(of_rule, config, context))
+        self.rule_of = [self.rules[number] for number in rule_numbers]
 
     def set_rates(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> None:
         """Set learning rate and weight decay of the next step. decoupled_lr: of embedding and output layer; None: `lr`."""

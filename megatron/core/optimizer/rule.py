@@ -1,7 +1,7 @@
 """UpdateRule: the interface between the optimizer and an algorithm such as AdamW or Muon; groups of parameters.
 
 `Optimizer` reduces, clips, and writes weights; a rule turns gradients into new main weights. To add one, derive from
-`UpdateRule`, write `step` and `checkpoint_state`, and name it in `optimizer.py` (docs/developer/adding.md).
+`UpdateRule`, write `step` and `checkpoint_state`, and add it to `UPDATE_RULES` (docs/developer/adding.md).
 """
 
 from __future__ import annotations
@@ -9,15 +9,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from megatron.core.config.settings.optim import OptimizerConfig
+from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.distributed.buffers import OwnedSegment
+from megatron.core.kernels.ops.adamw import AdamKernel
 from megatron.core.parallel.boxes import boxes_of_flat_range
+from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import ParamSpec
+
+if TYPE_CHECKING:
+    from megatron.core.distributed.fsdp import Parallel
 
 Owned = Sequence[tuple[OwnedSegment, Tensor]]  # segments that this rank owns, with their flat main weights
 Slot = tuple[str, OwnedSegment, Tensor]  # name of a state tensor, the segment that it belongs to, its values
@@ -55,8 +61,29 @@ def is_updated_by_muon(spec: ParamSpec, config: OptimizerConfig) -> bool:
     return config.is_muon and spec.kind == "matrix"
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateRuleContext:
+    """What a rule may need beside the segments that it updates.
+
+    parallels: of all stages of this rank; they know which ranks own the rest of a parameter. adamw: the kernel of AdamW.
+    """
+
+    parallels: Sequence[Parallel]
+    mesh: Mesh
+    precision: PrecisionConfig
+    adamw: AdamKernel
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """The dtype of main weights, also on a rank that owns none."""
+        return torch.float64 if self.precision.fp64 else torch.float32
+
+
 class UpdateRule(ABC):
     """An optimizer algorithm over some of the segments that a rank owns.
+
+    slots: names of the state tensors of a parameter, each as large as the parameter. matrix_slots: those of parameters with
+    two dimensions and more, where they are others.
 
     param_groups: {"group": ParamGroup, "params": main weights, "lr": ..., "weight_decay": ...}; the rates are set
     before a step. uses_main_weights: gradients are attached to the main weights before `step`, which updates these;
@@ -65,11 +92,13 @@ class UpdateRule(ABC):
     them.
     """
 
+    slots: ClassVar[tuple[str, ...]]
+    matrix_slots: ClassVar[tuple[str, ...] | None] = None
     uses_main_weights = True
     writes_weights = False
     steps: int = 0
 
-    def __init__(self, owned: Owned, config: OptimizerConfig) -> None:
+    def __init__(self, owned: Owned, config: OptimizerConfig, context: UpdateRuleContext) -> None:
         """Group the parameters. owned: the segments that this rule updates."""
         self.config = config
         grouped: dict[ParamGroup, list[Tensor]] = {}
@@ -85,6 +114,11 @@ class UpdateRule(ABC):
             group = settings["group"]
             settings["lr"] = group.ratio * (decoupled_lr if group.decoupled and decoupled_lr is not None else lr)
             settings["weight_decay"] = weight_decay if group.decays else 0.0
+
+    @classmethod
+    def state_bytes_per_element(cls, config: RunConfig) -> float:
+        """Return the bytes of state per element of a matrix, on its owner; with the main weight if not `uses_main_weights`."""
+        return len(cls.slots) * (8.0 if config.precision.fp64 else 4.0)
 
     @abstractmethod
     def step(self, factor: float | Tensor) -> None:

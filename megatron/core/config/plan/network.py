@@ -41,7 +41,7 @@ _FACTS: Mapping[str, Callable[[RunConfig], Any]] = {
     "images_in_text": lambda run: run.model.has_vision,
     "reads_images": lambda run: run.model.has_vision or run.model.architecture == "vit",
     "low_precision_recipe": lambda run: run.precision.low.recipe_name,
-    "update_rules": lambda run: (run.optimizer.elementwise_optimizer, "muon" if run.optimizer.is_muon else ""),
+    "update_rules": lambda run: run.optimizer.update_rules,
     "offloads_activations": lambda run: run.offload.offloads_activations,
 }
 assert _FACTS.keys() == FACTS.keys(), "a fact has a name, what makes it so, and a value in a run"

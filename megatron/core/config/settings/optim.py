@@ -199,7 +199,12 @@ class OptimizerConfig:
     @property
     def elementwise_optimizer(self) -> str:
         """The optimizer of parameters that Muon does not update, or of all: adam, sgd, lion or adafactor."""
-        return self.muon_scalar_optimizer if self.is_muon else self.optimizer
+        return self.update_rules[-1]
+
+    @property
+    def update_rules(self) -> tuple[str, ...]:
+        """Names of the update rules: of the matrices of the layers, then of all other parameters, if they have another."""
+        return ("muon", self.muon_scalar_optimizer) if self.is_muon else (self.optimizer,)
 
 
 @dataclass(frozen=True, slots=True)
