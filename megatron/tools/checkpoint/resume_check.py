@@ -4,7 +4,8 @@
 
 Trains 2N steps in one go; then N steps, kill -9 of all ranks, and N more from the checkpoint, by the run's own entry
 script and with its own flags. Then compares the two runs' checkpoints of iteration N and of iteration 2N, item by item
-of the inventory of state. Exit code 0 when all are equal, 1 when one is not or is not saved at all, 2 when a run fails.
+of the inventory of state. Exit code 0 when all are equal, 1 when one is not or is not saved at all, or when a checkpoint holds
+names of no item; 2 when a run fails.
 
 The ranks are processes on this machine. Flags that are not the tool's own go to the entry script; --save, --load,
 --save-interval, --exit-interval and --save-keep-last are the tool's to set. What the runs print is kept with --workdir.
@@ -53,6 +54,7 @@ OURS = (
 LOOK_EVERY = 0.01  # seconds
 SHOWN = 5  # differences of an item that are printed
 LAST_LINES = 8  # of a run that failed
+WAY_OUT = "add it to the slots of its update rule, or as a row of INVENTORY in megatron/verify/state_inventory.py"
 
 
 class CheckedRunFailed(Exception):
@@ -205,17 +207,24 @@ def state_comparison_lines(columns: dict[str, list[StateCategoryComparison]]) ->
         if not any(one.count or one.missing for one in row):
             lines.append(f"{row[0].item.what:<{width}}       -  this run has none")
             continue
-        words = [
-            f"{'equal' if one.is_equal else f'{len(one.missing)} MISSING' if one.missing else f'{len(one.differences)} DIFFER':<14}"
-            for one in row
-        ]
+        words = [f"{_verdict(one):<14}" for one in row]
         lines.append(f"{row[0].item.what:<{width}}  {max(one.count for one in row):>6}  {'  '.join(words)}".rstrip())
     for title, results in columns.items():
         for one in results:
-            texts = [*(f"missing: {name}" for name in one.missing), *map(str, one.differences)]
+            texts = [
+                *(f"missing: {name}" for name in one.missing),
+                *map(str, one.differences),
+                *(f"{name} is in no item of the inventory; {WAY_OUT}" for name in one.unknown),
+            ]
             lines += [f"{title}: {one.item.what}: {text}" for text in texts[:SHOWN]]
             lines += [f"{title}: {one.item.what}: ... and {len(texts) - SHOWN} more"] * (len(texts) > SHOWN)
     return lines
+
+
+def _verdict(one: StateCategoryComparison) -> str:
+    """Return how an item compares, in a word or two."""
+    counts = {"MISSING": len(one.missing), "DIFFER": len(one.differences), "UNKNOWN": len(one.unknown)}
+    return next((f"{count} {word}" for word, count in counts.items() if count), "equal")
 
 
 def run_resume_check(plan: ResumeCheckPlan, lost: Sequence[str]) -> bool:

@@ -147,7 +147,7 @@ DERIVED = {
 
 def items_at(place: str) -> list[StateCategory]:
     """The items that live at a place."""
-    return [item for item in INVENTORY if matches_pattern(place, item.places)]
+    return [item for item in INVENTORY if item.places and matches_pattern(place, item.places)]
 
 
 def why_derived(place: str) -> str:
