@@ -203,6 +203,9 @@ def _expected_amax_histories(settings: Settings, parameters: list[str]) -> list[
     ]
 
 
+KNOWN_NAMES = (SETTINGS, *(name for item in INVENTORY for name in item.names))
+
+
 def all_checkpoint_parameter_names(*sources: CheckpointSource) -> list[str]:
     """Return the names of all parameters that any of the checkpoints has a weight or an optimizer slot for."""
     parameters: dict[str, None] = {}
@@ -223,17 +226,17 @@ def compare_training_states(
     parameters = all_checkpoint_parameter_names(a, b)
     expected = {one.where: expected_state_names(one.settings, world_size, parameters) for one in (a, b)}
     held = {one.where: {*one.formats, *one.values} for one in (a, b)}
+    everything = sorted(set().union(*held.values()))
     for item in INVENTORY:
-        lacking = {
-            where: [name for name in names[item.what] if name not in held[where]] for where, names in expected.items()
-        }
-        keys = {name for lines in lacking.values() for name in lines}
+        lacking = [
+            (name, where) for where, names in expected.items() for name in names[item.what] if name not in held[where]
+        ]
+        keys = {name for name, _ in lacking}
         yield StateCategoryComparison(
             item,
-            sum(matches_pattern(name, item.names) for name in set().union(*held.values())),
-            tuple(f"{name} in {where}" for where, lines in lacking.items() for name in lines),
+            sum(matches_pattern(name, item.names) for name in everything),
+            tuple(f"{name} in {where}" for name, where in lacking),
             tuple(one for one in compare_sources(a, b, patterns=item.names) if one.name not in keys),
         )
-    known = [name for item in INVENTORY for name in item.names] + [SETTINGS]
-    unknown = tuple(name for name in sorted(set().union(*held.values())) if not matches_pattern(name, known))
+    unknown = tuple(name for name in everything if not matches_pattern(name, KNOWN_NAMES))
     yield StateCategoryComparison(StateCategory(OTHER_STATE, (), ()), len(unknown), (), (), unknown)
