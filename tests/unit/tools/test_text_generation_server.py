@@ -57,7 +57,7 @@ def started(command: list[str], log: Path, **environment: str) -> Iterator[tuple
             [*command, "--port", "0"], stdout=file, stderr=file, env={**ENVIRONMENT, **environment}, cwd=ROOT
         )
     try:
-        until(lambda: "serving at" in log.read_text() or process.poll() is not None, 90)
+        until(lambda: "serving at" in log.read_text() or process.poll() is not None)
         found = re.search(r"serving at http://127\.0\.0\.1:(\d+)", log.read_text())
         assert found, log.read_text()
         yield process, int(found[1])

@@ -250,7 +250,7 @@ def test_unknown_flags_old_flags_and_broken_rules_come_in_one_message() -> None:
         "--use-mup:",
         "--num-attention-heads 3 cannot be divided over --tensor-model-parallel-size 2",
         "--fp16 and --bf16 contradict",
-        "--save-interval 5 has no folder",
+        "--save-interval 5 has no effect; give --save",
     ):
         assert sum(words in line for line in found) == 1, (words, found)
     assert "did you mean" not in next(line for line in found if "--zzzz-qqqq" in line)
@@ -296,7 +296,7 @@ def test_an_empty_command_line_is_told_everything_it_lacks() -> None:
             "global batch size 1 is not a multiple of micro batch size",
         ),
         ("--step-batch-size-schedule 0:2,bad", "entry 'bad' is not TOKENS:SIZE"),
-        ("--recompute-method block", "--recompute-method block is for --recompute-granularity full only"),
+        ("--recompute-method block", "--recompute-method block has no effect; give --recompute-granularity full"),
         ("--hidden-dropout 1.5", "--hidden-dropout 1.5: a share from 0"),
         (
             "--use-checkpoint-args",
