@@ -19,7 +19,7 @@ from megatron.core.config.flags.declare import (
     config_to_flat_dict,
     field_resume_roles,
 )
-from megatron.core.config.plan.network import network_fields, network_setting_differences
+from megatron.core.config.plan.network import network_fields, network_setting_differences, unused_settings
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import FREE, CheckpointError
@@ -158,6 +158,21 @@ def saved(folder: Path, **changes: Any) -> list[float]:
     train_on(trainer, 2)
     checkpoint.save()
     return train_on(trainer, 2)[0]
+
+
+@pytest.mark.parametrize(
+    "pattern, setting, values", [("*-/M-", "mamba_state_dim", (16, 32)), ("*E/*-", "ffn_hidden_size", (64, 128))]
+)
+def test_layers_of_multi_token_prediction_alone_use_their_settings(
+    pattern: str, setting: str, values: tuple[int, int]
+) -> None:
+    states, experts = ({"mamba_num_heads": 16, "mamba_head_dim": 8}, {"num_experts": 4, "moe_ffn_hidden_size": 48})
+    sizes = states if "M" in pattern else experts
+    a, b = (
+        tiny.config(**{**sizes, "hybrid_layer_pattern": pattern, "num_layers": 2, "mtp_num_layers": 1, setting: value})
+        for value in values
+    )
+    assert setting not in unused_settings(a.model) and network_setting_differences(a.model, b.model) == [setting]
 
 
 def test_a_network_with_caps_and_windows_is_not_resumed_without_them(tmp_path: Path, caplog: Any) -> None:

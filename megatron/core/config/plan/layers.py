@@ -161,6 +161,12 @@ def mtp_depth_layer_plans(model: ModelConfig, depth: int) -> tuple[LayerPlan, ..
     return (replace(like, index=first, adapters=()),)
 
 
+def all_layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
+    """Return the plans of the network's layers, then those of its MTP depths."""
+    depths = range(model.mtp.mtp_num_layers or 0)
+    return network_layer_plans(model) + tuple(plan for depth in depths for plan in mtp_depth_layer_plans(model, depth))
+
+
 def num_layers_of_mtp_depth(model: ModelConfig) -> int:
     """Return how many layers one depth of multi-token prediction has: one, or in a hybrid network one a symbol."""
     return len(model.hybrid.mtp_patterns[0]) if model.hybrid.mtp_patterns else 1

@@ -16,13 +16,13 @@ from typing import Any
 from megatron.core.config.flags.declare import config_to_flat_dict, field_resume_roles
 from megatron.core.config.flags.idle import ValueOf, config_fields, idle_names
 from megatron.core.config.flags.when import FACTS
-from megatron.core.config.plan.layers import network_layer_plans
+from megatron.core.config.plan.layers import all_layer_plans, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.run import RunConfig
 
 
 def _mixers(run: RunConfig) -> frozenset[str]:
-    return frozenset[str]().union(*(plan.mixer_kinds for plan in network_layer_plans(run.model)))
+    return frozenset[str]().union(*(plan.mixer_kinds for plan in all_layer_plans(run.model)))
 
 
 # What the facts of flags' conditions are in a run.
@@ -32,7 +32,7 @@ _FACTS: Mapping[str, Callable[[RunConfig], Any]] = {
     "attends": lambda run: bool(_mixers(run) & {"attention", "mla"}),
     "has_mamba_layers": lambda run: "mamba" in _mixers(run),
     "has_delta_net_layers": lambda run: "gated_delta_net" in _mixers(run),
-    "mlps": lambda run: frozenset(plan.mlp for plan in network_layer_plans(run.model)),
+    "mlps": lambda run: frozenset(plan.mlp for plan in all_layer_plans(run.model)),
     "keeps_state": lambda run: bool(run.model.stateful_mixer_kinds),
     "uses_rotary": lambda run: run.model.uses_rotary,
     "uses_yarn": lambda run: run.model.uses_rotary and run.model.rope.is_yarn,
