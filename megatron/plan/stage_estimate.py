@@ -222,7 +222,7 @@ def _step_time(
         world_size,
         hardware,
         seconds=seconds + late + update + extra,
-        bubble=1 - count * sum(busy) / (pp * seconds),
+        bubble=max(0.0, 1 - count * sum(busy) / (pp * seconds)),  # of one stage the two sums differ by rounding alone
         parts=dict(parts) | ({FORWARD: extra} if passes else {}),
     )
 

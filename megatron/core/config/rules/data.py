@@ -69,7 +69,7 @@ def _sft_data_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 @config_rule("masked-text")
 def _masked_text_problems(s: ConfigRuleInput) -> Iterator[str]:
-    """Rates of masked text are valid, and a sequence has room for two texts."""
+    """Rates of masked text are valid, and two texts fit into a sequence."""
     model, masking = s.run.model, s.run.data.masking
     if model.architecture == "gpt":
         return
