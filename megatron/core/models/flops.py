@@ -25,7 +25,7 @@ from functools import partial
 from typing import Literal
 
 from megatron.core.config.adapters import EXPERTS, linear_shapes_of_layer
-from megatron.core.config.plan.layers import LayerPlan, StageSpec, mtp_depth_layer_plans, network_layer_plans
+from megatron.core.config.plan.layers import LayerPlan, StageSpec, all_layer_plans, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.vision import vision_encoder_config
@@ -61,7 +61,7 @@ class RankMemory:
 
 def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount = "causal") -> float:
     """Return the forward and backward FLOPs of one token in a sequence of `seq_length` tokens. count: see the module."""
-    flow, plans = gradient_flow(model), _layer_plans_with_mtp(model)
+    flow, plans = gradient_flow(model), all_layer_plans(model)
     layers = sum(
         one.matrices + one.passes * _mixer_forward_flops(model, plan, keys)
         for one, plan, keys in zip(
@@ -374,12 +374,6 @@ def _max_chunks_in_flight(config: RunConfig, position: int, chunks: int, num_mic
     return min(num_microbatches * chunks, 2 * (parallel.pp - position - 1) + (chunks - 1) * group + 1)
 
 
-def _layer_plans_with_mtp(model: ModelConfig) -> tuple[LayerPlan, ...]:
-    """Return the plan of every layer, including multi-token prediction."""
-    depths = range(model.mtp.mtp_num_layers or 0)
-    return network_layer_plans(model) + tuple(row for depth in depths for row in mtp_depth_layer_plans(model, depth))
-
-
 def active_matrix_params(model: ModelConfig, plan: LayerPlan) -> int:
     """Return the elements of a layer's weight matrices that a token uses: of experts the top-k, and the router."""
     moe = model.moe
@@ -421,7 +415,7 @@ def _conv_channels_and_state_size(model: ModelConfig, mixer: str) -> tuple[int, 
 
 def _mean_visible_keys_by_layer(model: ModelConfig, length: int, count: AttentionCount) -> list[float]:
     """Return the average number of keys that a query sees, for every layer. Only the causal count considers windows."""
-    windows = [plan.window for plan in _layer_plans_with_mtp(model)]
+    windows = [plan.window for plan in all_layer_plans(model)]
     if count == "square" or model.architecture != "gpt":
         return [float(length)] * len(windows)
     lefts = [length if window is None or window[0] < 0 else window[0] for window in windows]
