@@ -62,7 +62,10 @@ SEPARATE = (
 )
 
 # What a network's optimizer state weighs, its update rules say.
-KNOWN_TO = (("megatron/core/models/flops.py", "megatron/core/optimizer/optimizer.py"),)
+KNOWN_TO = (
+    ("megatron/core/models/flops.py", "megatron/core/optimizer/optimizer.py"),
+    ("megatron/core/models/flops.py", "megatron/core/optimizer/rule.py"),
+)
 
 SHIMS = ("megatron/core/parallel_state.py", "megatron/training/global_vars.py")
 LATE_IMPORTS = (
@@ -87,8 +90,9 @@ LATE_OWN = (
     ("megatron/training/cli/preflight.py", "megatron.training.cli.device_checks.device_type"),
     *(
         ("megatron/training/cli/arguments.py", f"megatron.training.cli.preflight.{name}")
-        for name in ("LOCAL", "preflight", "resolve_and_examine")
+        for name in ("preflight", "resolve_and_examine")
     ),
+    ("megatron/core/models/flops.py", "megatron.core.optimizer.optimizer.update_rule_named"),
     ("megatron/core/models/describe.py", "megatron.core.models.on_meta.rank_parameter_sizes"),
     ("megatron/rl/planned_memory.py", "megatron.core.dist_checkpointing.checkpoint_folders.CheckpointError"),
     ("megatron/rl/planned_memory.py", "megatron.training.checkpoint.formats.open_checkpoint"),

@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.core.config.adapters import EXPERTS, linear_shapes_of_layer
 from megatron.core.config.plan.layers import LayerPlan, StageSpec, all_layer_plans, network_layer_plans
@@ -31,7 +31,9 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.vision import vision_encoder_config
 from megatron.core.models.describe import RankParameterCounts, WeightShardCounts, count_rank_parameters
 from megatron.core.models.gradient_flow import gradient_flow
-from megatron.core.optimizer.optimizer import update_rule_named
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.rule import UpdateRule
 
 AttentionCount = Literal["causal", "square"]
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -135,9 +137,16 @@ def owned_bytes_per_parameter(config: RunConfig) -> float:
 
     State that --optimizer-cpu-offload moves to the CPU is included.
     """
-    rule = update_rule_named(config.optimizer.update_rules[0], config.precision)
+    rule = _update_rule(config, 0)
     has_master = BYTES[config.precision.param_dtype_name] < 4 and not config.parallel.use_torch_fsdp2
     return 4.0 * (has_master and rule.uses_main_weights) + rule.state_bytes_per_element(config)
+
+
+def _update_rule(config: RunConfig, index: int) -> type[UpdateRule]:
+    # Imported here: help and refusals of the tools that estimate memory do not wait for torch.
+    from megatron.core.optimizer.optimizer import update_rule_named
+
+    return update_rule_named(config.optimizer.update_rules[index], config.precision)
 
 
 def update_temporaries_per_parameter(config: RunConfig, data_parallel_size: int = 1) -> float:
@@ -186,10 +195,7 @@ def estimate_memory_by_pipeline_rank(
         )
         state += frozen_weight_bytes(config, held - trained)
         # Other parameters than matrices may have another rule.
-        of_matrices, of_rest = (
-            update_rule_named(config.optimizer.update_rules[at], config.precision).state_bytes_per_element(config)
-            for at in (0, -1)
-        )
+        of_matrices, of_rest = (_update_rule(config, at).state_bytes_per_element(config) for at in (0, -1))
         state += trained.rest * (of_rest - of_matrices) / _num_optimizer_shards(config, replicas)
         stages_memory.append(
             RankMemory(

@@ -104,12 +104,12 @@ def parse_args(
         args = parse_args_unchecked(
             sys.argv[1:] if argv is None else list(argv), defaults=defaults, extra=extra, provider=provider
         )
-        from megatron.training.cli.preflight import LOCAL, preflight  # needs numpy, which --help does not wait for
+        from megatron.training.cli.preflight import preflight  # needs numpy, which --help does not wait for
 
         given = config_from_namespace(RequestedRun, args)
         checked = preflight(given, world_size, reads_data=reads_data, origins=args.origins)
         place = read_launch_info()
-        speaks = speaks or place.rank > 0 == place.local_rank and any(rule in LOCAL for rule, _ in checked.problems)
+        speaks = speaks or place.rank > 0 == place.local_rank and checked.has_local_problems
         own = () if args.problems else own_problems(args, world_size)
         raise_config_error_if([*args.problems, *(line for _, line in checked.problems), *own])
     except ConfigError as error:

@@ -58,6 +58,11 @@ class PreflightResult:
     notes: tuple[str, ...]
     tokenizer: Tokenizer | None
 
+    @property
+    def has_local_problems(self) -> bool:
+        """Whether another machine may find other problems."""
+        return any(rule in LOCAL for rule, _ in self.problems)
+
 
 def preflight(
     given: RequestedRun,
