@@ -129,7 +129,7 @@ LIMITS: Mapping[str, Limit] = {
     "lines of the file of pretrain": Limit(70, aim=190, step=10),
     "late imports of our own": Limit(19, aim=16),
     "files with late imports of our own": Limit(11, aim=9),
-    "small files with one importer": Limit(29, aim=0),
+    "small files with one importer": Limit(28, aim=0),
     "names in docstrings that do not exist": Limit(0, aim=0),
     "files missing in package maps": Limit(0, aim=0),
     "functions per thousand lines": Limit(59.5, aim=48, step=0.5),

@@ -72,9 +72,9 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "Inner": "UpdateRule",
         "Parcel": "OffloadedBytes",
         "Lane": "SideStream",
-        "Slab": "MuonTask",
+        "Slab": "MatrixTask",
         "Holder": "FrozenQuantizedWeight",
-        "slabs_of": "muon_tasks_of_param",
+        "slabs_of": "matrix_tasks_of_param",
         "holders_of": "quantized_weights_by_param",
         "seed_of": "derive_seed",
         "memory_of": "storage_id_and_offset",
@@ -87,7 +87,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "lacks_compiler": "missing_compiler",
         "widens_products": "supports_mixed_dtype_addmm",
         "compute_in_batches": "use_batch_scheduling",
-        "is_by_muon": "is_updated_by_muon",
+        "is_by_muon": "is_updated_as_matrix",
     }
 )
 

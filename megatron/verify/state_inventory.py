@@ -34,7 +34,7 @@ _ROUNDED = re.compile(
 )
 _UNTRAINED = ".expert_bias"  # ends of the names of parameters that no gradient moves
 _FP32 = (".A_log", ".D", ".dt_bias")  # of those that are in fp32 in every format, and so are their own main weights
-# Parts of the names of what Muon updates: matrices of a layer, which are multiplied by and not looked up in.
+# Parts of the names of what rules for whole matrices update: matrices of a layer, which are multiplied by and not looked up in.
 _MATRICES = (".linear_", ".out_proj.", ".router.", ".eh_proj.", ".gate_weight", "lm_head.", "pooler.", "binary_head.")
 
 
@@ -102,9 +102,7 @@ _INVENTORY = (
         ("trainer.optimizer.rules.*.parameters.*.owned.second.*",),
     ),
     StateCategory(
-        "momentum (SGD, Muon)",
-        ("optimizer.momentum_buffer.*",),
-        ("trainer.optimizer.rules.*.state.*.momentum_buffer", "trainer.optimizer.rules.*.owned_parts.*.momentum"),
+        "momentum (SGD, Muon)", ("optimizer.momentum_buffer.*",), ("trainer.optimizer.rules.*.state.*.momentum_buffer",)
     ),
     StateCategory(
         "updates done",

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.optimizer import adafactor, muon
+from megatron.core.optimizer import adafactor, muon, whole_matrix
 from megatron.core.optimizer.adafactor import Adafactor
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.orthogonal import orthogonalize, orthogonalize_distributed
-from megatron.core.optimizer.owners import MuonTask
+from megatron.core.optimizer.owners import MatrixTask
 from megatron.core.parallel import offload
 from megatron.core.parallel.offload import OffloadedBuffer
 from megatron.core.parallel.spec import ParamSpec
 from tests.parity.defect import Defect
 
-_returned, _direction, _arrived = muon._pack_send_buffer, Muon._momentum_direction, OffloadedBuffer.wait
+_returned, _direction, _arrived = whole_matrix._pack_send_buffer, Muon._direction, OffloadedBuffer.wait
 _blocks, _sum = adafactor._owned_rectangles, Adafactor._all_reduce_sums
 
 
@@ -32,13 +32,13 @@ def _every_copy_counts(x: Tensor, how: Any, axis: Any, counted: Tensor | None = 
 
 
 def _back_to_the_rank_beside(
-    updates: Sequence[Tensor], slabs: Sequence[MuonTask], ranks: int, nothing: Tensor
+    updates: Sequence[Tensor], slabs: Sequence[MatrixTask], ranks: int, nothing: Tensor
 ) -> Tensor:
     return _returned(updates, slabs, ranks, nothing).roll(1)
 
 
-def _direction_in_the_owners_part_only(self: Muon, held: Any) -> Tensor:
-    found = _direction(self, held)
+def _direction_in_the_owners_part_only(self: Muon, name: str, main: Tensor) -> Tensor:
+    found = _direction(self, name, main)
     return found if self.mesh.dp_cp.is_first else torch.zeros_like(found)
 
 
@@ -76,12 +76,12 @@ UPDATES: tuple[Defect, ...] = (
     Defect(
         "owners send updates back one element off",
         (("dp4 zero bucket600 mb2", "muon"),),
-        ((muon, "_pack_send_buffer", _back_to_the_rank_beside),),
+        ((whole_matrix, "_pack_send_buffer", _back_to_the_rank_beside),),
     ),
     Defect(
         "an owner hears of the first data rank's momentum only",
         (("tp2 dp2 fsdp mb2", "muon-joined"),),
-        ((Muon, "_momentum_direction", _direction_in_the_owners_part_only),),
+        ((Muon, "_direction", _direction_in_the_owners_part_only),),
     ),
     Defect(
         "rows and columns are those of a tensor rank's piece",

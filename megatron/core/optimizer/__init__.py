@@ -6,7 +6,8 @@ optimizer.py      the optimizer step over the segments that this rank owns
 rule.py           UpdateRule: the interface of an optimizer algorithm; weight decay and learning-rate groups
 elementwise.py    AdamW, SGD, Lion
 adafactor.py      Adafactor under any layout
-muon.py           Muon under any layout; orthogonal.py its Newton-Schulz iteration, owners.py which rank updates which matrix
+whole_matrix.py   base of rules that look at whole matrices, under any layout; owners.py which rank updates which matrix
+muon.py           Muon; orthogonal.py its Newton-Schulz iteration
 low_precision.py  AdamW with low-precision state; state_formats.py the formats
 offload.py        main weights and moments in CPU memory
 schedule.py       learning rate and weight decay as functions of the samples

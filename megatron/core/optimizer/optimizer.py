@@ -30,7 +30,7 @@ from megatron.core.optimizer.elementwise import SGD, AdamW, Lion
 from megatron.core.optimizer.low_precision import LowPrecisionAdam
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.offload import OptimizerCpuOffload, split_segments_for_offload
-from megatron.core.optimizer.rule import Slot, UpdateRule, UpdateRuleContext, is_updated_by_muon
+from megatron.core.optimizer.rule import Slot, UpdateRule, UpdateRuleContext, is_updated_as_matrix
 from megatron.core.optimizer.scaler import LossScaler
 from megatron.core.parallel.device import has_separate_memory, storage_id_and_offset
 from megatron.core.parallel.mesh import Mesh
@@ -94,9 +94,9 @@ class Optimizer:
         separate = not precision.use_precision_aware_optimizer
         self.main_weights += [_main_weight(segment, separate=separate) for segment in self.segments[self.on_device]]
         context = UpdateRuleContext(parallels, mesh, precision, adamw)
-        rule_numbers = [0 if is_updated_by_muon(segment.spec, config) else -1 for segment in self.segments]
+        rule_numbers = [0 if is_updated_as_matrix(segment.spec, config) else -1 for segment in self.segments]
         self.rules: list[UpdateRule] = []
-        for name, number in zip(config.update_rules, (0, -1) if config.is_muon else (-1,), strict=True):
+        for name, number in zip(config.update_rules, (0, -1) if config.updates_whole_matrices else (-1,), strict=True):
             of_rule = [
                 (segment, main)
                 for segment, main, updated_by in zip(self.segments, self.main_weights, rule_numbers, strict=True)

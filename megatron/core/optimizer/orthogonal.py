@@ -96,3 +96,9 @@ def muon_update_scale(rows: int, columns: int, mode: str) -> float:
     return {"spectral": max(rows, columns), "unit_rms_norm": rows / columns, "shape_scaling": max(1.0, rows / columns)}[
         mode
     ] ** 0.5
+
+
+def newton_schulz_cost(rows: int, columns: int) -> float:
+    """Return the multiplications of one Newton-Schulz step of a matrix."""
+    shorter, longer = sorted((rows, columns))
+    return shorter**2 * (2.0 * longer + shorter)

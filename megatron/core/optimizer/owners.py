@@ -1,4 +1,4 @@
-"""Assigns matrices to the data-parallel ranks that orthogonalize them, when each rank owns only a range of a matrix.
+"""Assigns matrices to the data-parallel ranks that compute their updates, when each rank owns only a range of a matrix.
 
     rank 0 owns   [ fc2 . . . . . | q k v . . ]         to the owner      rank 0: all of fc2
     rank 1 owns   [ . . . q k v | fc1 . . . . . ]       ------------->    rank 1: all of q k v, all of fc1; and back
@@ -10,7 +10,6 @@ optimum).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,12 +20,12 @@ _ROUND = 2**26  # elements that an owner receives in one round
 
 
 @dataclass(frozen=True, slots=True)
-class MuonTask:
-    """One matrix to orthogonalize: flat elements [low, high) of a parameter's local tensor (all, or one expert).
+class MatrixTask:
+    """One matrix to update as a whole: flat elements [low, high) of a parameter's local tensor (all, or one expert).
 
     spec: of the matrix, without the expert dimension. shape: of this rank's local matrix. ranges: the elements that
-    each data-parallel rank owns, relative to `low`. cost: multiplications of one Newton-Schulz step. owner:
-    data-parallel rank that orthogonalizes it, in round `round_index`.
+    each data-parallel rank owns, relative to `low`. cost: multiplications of an update. owner: data-parallel rank that
+    computes the update, in round `round_index`.
     """
 
     name: str
@@ -45,44 +44,49 @@ class MuonTask:
         return any(held != (0, self.high - self.low) for held in self.ranges)
 
 
-def muon_tasks_of_param(owned: ParamOwnership, is_split: Callable[[ParamSpec], bool]) -> list[MuonTask]:
-    """Return the matrices of a parameter. is_split: whether the segments of a fused parameter are separate matrices."""
-    spec = owned.spec
-    if not spec.stacked:
-        assert len(spec.shape) == 2, f"{spec.name} of shape {spec.shape} is no matrix"
-        return [_muon_task(owned, spec, owned.local_shape, 0, is_split(spec))]
-    shards = tuple(ShardedDim(shard.dim - 1, shard.axis, shard.segments) for shard in spec.shards if shard.dim > 0)
-    one = replace(spec, shape=spec.shape[1:], shards=shards, stacked=False)
-    return [
-        _muon_task(owned, one, owned.local_shape[1:], expert, is_split(spec)) for expert in range(owned.local_shape[0])
-    ]
+def matrix_tasks_of_param(
+    owned: ParamOwnership, is_split: Callable[[ParamSpec], bool], cost: Callable[[int, int], float]
+) -> list[MatrixTask]:
+    """Return the matrices of a parameter: one, or those of its experts.
+
+    is_split: whether the segments of a fused parameter are separate matrices. cost: multiplications of an update of
+    rows x columns.
+    """
+    name, spec, shape, count = owned.spec.name, owned.spec, owned.local_shape, 1
+    if spec.stacked:
+        shards = tuple(ShardedDim(shard.dim - 1, shard.axis, shard.segments) for shard in spec.shards if shard.dim > 0)
+        spec, count, shape = replace(spec, shape=spec.shape[1:], shards=shards, stacked=False), shape[0], shape[1:]
+    assert len(spec.shape) == 2, f"{name} of shape {spec.shape} is no matrix"
+    rows, columns = shape
+    size, total = rows * columns, sum(cost(m, n) for m, n in part_shapes(spec, is_split=is_split(spec)))
+    tasks = []
+    for low in range(0, count * size, size):
+        ranges = tuple((min(max(a - low, 0), size), min(max(b - low, 0), size)) for a, b in owned.ranges)
+        tasks.append(MatrixTask(name, spec, (rows, columns), low, low + size, ranges, total))
+    return tasks
 
 
-def _muon_task(owned: ParamOwnership, spec: ParamSpec, shape: tuple[int, ...], number: int, is_split: bool) -> MuonTask:
-    """Return the task of one matrix, without owner and round. number: its position in a stack, or 0."""
-    size = math.prod(shape)
-    low = number * size
-    ranges = tuple((min(max(a - low, 0), size), min(max(b - low, 0), size)) for a, b in owned.ranges)
+def part_shapes(spec: ParamSpec, *, is_split: bool = True) -> list[tuple[int, int]]:
+    """Return the shapes of the segments of a fused matrix, or if it is none, or not `is_split`, that of the matrix."""
     rows, columns = spec.shape
-    parts = spec.shards[0].segments if spec.shards and is_split else ()
-    sizes = [(part.size, columns) if spec.shards[0].dim == 0 else (rows, part.size) for part in parts] or [
-        (rows, columns)
-    ]
-    cost = sum(min(m, n) ** 2 * (2.0 * max(m, n) + min(m, n)) for m, n in sizes)
-    return MuonTask(owned.spec.name, spec, (shape[0], shape[1]), low, low + size, ranges, cost)
+    if not spec.shards or not is_split:
+        return [(rows, columns)]
+    return [(part.size, columns) if spec.shards[0].dim == 0 else (rows, part.size) for part in spec.shards[0].segments]
 
 
-def assign_muon_owners(tasks: Sequence[MuonTask], ranks: int) -> list[MuonTask]:
+def assign_matrix_owners(tasks: Sequence[MatrixTask], ranks: int, *, of_holders: bool = False) -> list[MatrixTask]:
     """Return the tasks with owners and rounds set, in the same order.
 
-    Each goes to the rank with the least work; among equals to the one that owns most of the matrix.
+    Each goes to the rank with the least work; among equals to the one that owns most of the matrix. of_holders: only
+    ranks that own some of a matrix may become its owner, so that state of the whole is saved with a segment of it.
     """
     load, taken = [0.0] * ranks, [0] * ranks
-    assigned: dict[int, MuonTask] = {}
+    assigned: dict[int, MatrixTask] = {}
     for place in sorted(range(len(tasks)), key=lambda place: (-tasks[place].cost, place)):
         task = tasks[place]
         held = [high - low for low, high in task.ranges]
-        owner = min(range(ranks), key=lambda rank: (load[rank], -held[rank], rank))
+        candidates = [rank for rank in range(ranks) if held[rank] or not of_holders]
+        owner = min(candidates, key=lambda rank: (load[rank], -held[rank], rank))
         assigned[place] = replace(task, owner=owner, round_index=taken[owner] // _ROUND)
         load[owner] += task.cost
         taken[owner] += task.high - task.low

@@ -54,11 +54,11 @@ def param_group_of(spec: ParamSpec, config: OptimizerConfig) -> ParamGroup:
     return ParamGroup(decays, spec.kind == "embedding" and config.decoupled_lr is not None, ratio)
 
 
-def is_updated_by_muon(spec: ParamSpec, config: OptimizerConfig) -> bool:
-    """Return whether Muon updates this parameter: matrices of layers, also of experts, but no embeddings and other
-    lookup tables, and no projections and convolutions of state-space mixers.
+def is_updated_as_matrix(spec: ParamSpec, config: OptimizerConfig) -> bool:
+    """Return whether a rule for whole matrices updates this parameter: matrices of layers, also of experts, but no
+    embeddings and other lookup tables, and no projections and convolutions of state-space mixers.
     """
-    return config.is_muon and spec.kind == "matrix"
+    return config.updates_whole_matrices and spec.kind == "matrix"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,15 @@ from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.buffers import ParamOwnership
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.optimizer.orthogonal import COEFFICIENTS, NewtonSchulzSettings, muon_update_scale, orthogonalize
-from megatron.core.optimizer.owners import MuonTask, assign_muon_owners, muon_tasks_of_param
-from megatron.core.optimizer.rule import is_updated_by_muon
+from megatron.core.optimizer.orthogonal import (
+    COEFFICIENTS,
+    NewtonSchulzSettings,
+    muon_update_scale,
+    newton_schulz_cost,
+    orthogonalize,
+)
+from megatron.core.optimizer.owners import MatrixTask, assign_matrix_owners, matrix_tasks_of_param
+from megatron.core.optimizer.rule import is_updated_as_matrix
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import (
     FusedWeightSegment,
@@ -186,11 +192,11 @@ def test_experts_are_matrices_of_their_own_and_so_are_their_parts() -> None:
 def test_embeddings_tables_and_vectors_are_left_to_adam() -> None:
     muon = OptimizerConfig(optimizer="muon")
     kinds = {
-        kind: is_updated_by_muon(ParamSpec((4, 4), normal_initializer(1.0), kind), muon)
+        kind: is_updated_as_matrix(ParamSpec((4, 4), normal_initializer(1.0), kind), muon)
         for kind in ("matrix", "table", "vector", "embedding", "qk_norm")
     }
     assert kinds == {"matrix": True, "table": False, "vector": False, "embedding": False, "qk_norm": False}
-    assert not is_updated_by_muon(matrix(4, 4), OptimizerConfig())
+    assert not is_updated_as_matrix(matrix(4, 4), OptimizerConfig())
     start, gradient = drawn(4, 4, seed=3), drawn(4, 4, seed=4)
     table = made(ParamSpec((4, 4), normal_initializer(1.0), "table"), like=start)
     optimizer = optimizer_of({"table": table, "w": made(matrix(4, 4), like=start)})
@@ -213,9 +219,9 @@ def test_dist_muon_is_muon_with_the_distributed_optimizer() -> None:
     assert (config.optimizer.optimizer, config.parallel.use_distributed_optimizer) == ("muon", False)
 
 
-def slabs(costs: list[float], ranks: int) -> list[MuonTask]:
+def slabs(costs: list[float], ranks: int) -> list[MatrixTask]:
     return [
-        MuonTask(str(place), matrix(2, 2), (2, 2), 0, 4, ((0, 4), *((4, 4),) * (ranks - 1)), cost)
+        MatrixTask(str(place), matrix(2, 2), (2, 2), 0, 4, ((0, 4), *((4, 4),) * (ranks - 1)), cost)
         for place, cost in enumerate(costs)
     ]
 
@@ -227,7 +233,7 @@ def test_work_is_divided_within_grahams_bound() -> None:
             chance.randint(1, 8),
             [chance.choice([1.0, 2.0, 3.0, 8.0]) * chance.random() for _ in range(chance.randint(1, 40))],
         )
-        found = assign_muon_owners(slabs(costs, ranks), ranks)
+        found = assign_matrix_owners(slabs(costs, ranks), ranks)
         load = [sum(slab.cost for slab in found if slab.owner == rank) for rank in range(ranks)]
         ordered = sorted(costs, reverse=True)
         pair = (
@@ -247,7 +253,9 @@ def test_the_layers_of_a_network_are_divided_evenly() -> None:
         matrix(1024, 2816),
     ] * 24
     owned = [ParamOwnership(spec, spec.shape, tuple((0, 0) for _ in range(8))) for spec in specs]
-    found = assign_muon_owners([slab for one in owned for slab in muon_tasks_of_param(one, lambda spec: True)], 8)
+    found = assign_matrix_owners(
+        [slab for one in owned for slab in matrix_tasks_of_param(one, lambda spec: True, newton_schulz_cost)], 8
+    )
     load = [sum(task.cost for task in found if task.owner == rank) for rank in range(8)]
     assert max(load) * 8 / sum(load) < 1.02
 
@@ -256,7 +264,10 @@ def test_a_rank_works_on_what_it_holds_anyway_if_nobody_has_less_to_do() -> None
     spec = matrix(4, 4)
     owned = [ParamOwnership(spec, (4, 4), ((0, 4), (4, 16))), ParamOwnership(spec, (4, 4), ((0, 16), (16, 16)))]
     assert [
-        slab.owner for slab in assign_muon_owners([muon_tasks_of_param(one, lambda spec: True)[0] for one in owned], 2)
+        slab.owner
+        for slab in assign_matrix_owners(
+            [matrix_tasks_of_param(one, lambda spec: True, newton_schulz_cost)[0] for one in owned], 2
+        )
     ] == [1, 0]
 
 

@@ -114,8 +114,10 @@ def _adapter_conflict_problems(s: ConfigRuleInput) -> Iterator[str]:
         )
     if run.checkpoint.export_hf is not None:
         yield "--export-hf writes whole networks, and checkpoints of a run with --lora-rank hold adapters; leave it out"
-    if run.optimizer.is_muon:
-        yield "--optimizer muon updates whole matrices, and adapters are factors of matrices; choose adam"
+    if run.optimizer.updates_whole_matrices:
+        yield (
+            f"--optimizer {run.optimizer.update_rules[0]} updates whole matrices, and adapters are factors of matrices; choose adam"
+        )
     if (
         run.model.moe.num_experts
         and run.model.moe.moe_router_enable_expert_bias

@@ -192,19 +192,21 @@ class OptimizerConfig:
     apply_wd_to_qk_layernorm: bool = flag(False, "weight decay also for the norms of queries and keys", role="training")
 
     @property
-    def is_muon(self) -> bool:
-        """Whether the matrices of the layers are updated by Muon."""
-        return self.optimizer in ("muon", "dist_muon")
+    def updates_whole_matrices(self) -> bool:
+        """Whether the matrices of the layers have an update rule that looks at each of them as a whole, such as Muon."""
+        return len(self.update_rules) > 1
 
     @property
     def elementwise_optimizer(self) -> str:
-        """The optimizer of parameters that Muon does not update, or of all: adam, sgd, lion or adafactor."""
+        """The optimizer of all parameters but what a rule for whole matrices updates: adam, sgd, lion or adafactor."""
         return self.update_rules[-1]
 
     @property
     def update_rules(self) -> tuple[str, ...]:
         """Names of the update rules: of the matrices of the layers, then of all other parameters, if they have another."""
-        return ("muon", self.muon_scalar_optimizer) if self.is_muon else (self.optimizer,)
+        beside = {"muon": self.muon_scalar_optimizer}  # rule for whole matrices -> that of all other parameters
+        name = self.optimizer.removeprefix("dist_")
+        return (name, beside[name]) if name in beside else (name,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,206 @@
+"""WholeMatrixRule: the base of update rules that need the whole matrix for the update of any of its elements.
+
+A matrix may be sharded over tensor ranks, and over data-parallel ranks by the distributed optimizer or FSDP2. Data-parallel
+ranks send their parts of a direction (a gradient, a momentum) to one owner (owners.py), which sends the update back. What is
+sharded over tensor ranks after that, a rule gathers itself (`_gather_tensor_shards`), or works on in shards. The segments of a
+fused matrix and experts are separate matrices. A rule has four methods: `_cost`, `_direction`, `_updates` and
+`checkpoint_state`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.settings.optim import OptimizerConfig
+from megatron.core.optimizer.owners import MatrixTask, assign_matrix_owners, matrix_tasks_of_param
+from megatron.core.optimizer.rule import Owned, UpdateRule, UpdateRuleContext, is_updated_as_matrix, scale_gradients
+from megatron.core.parallel import collectives
+from megatron.core.parallel.mesh import Axis
+from megatron.core.parallel.spec import ParamSpec, local_shard_boxes
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnedPart:
+    """The part of a parameter that this rank owns, from element `low` of its local tensor on. main: its main weight, flat."""
+
+    low: int
+    main: Tensor
+
+
+class WholeMatrixRule(UpdateRule):
+    """Updates the matrices of this rank's stages.
+
+    owned_parts: by parameter name. tasks: data-parallel axis -> matrices with their owners, equal on its ranks.
+    owners_hold_state: an owner keeps state of the whole matrix, so it must own a segment, with which that is saved.
+    """
+
+    owners_hold_state: ClassVar[bool] = False
+
+    def __init__(self, owned: Owned, config: OptimizerConfig, context: UpdateRuleContext) -> None:
+        """Assign the matrices to owners."""
+        super().__init__(owned, config, context)
+        self.mesh = mesh = context.mesh
+        self.nothing = torch.zeros(0, dtype=context.main_dtype, device=mesh.device)
+        self.owned_parts = {segment.name: _OwnedPart(segment.low, main) for segment, main in owned}
+        by_axis: dict[str, list[MatrixTask]] = {}
+        for one in (
+            one
+            for parallel in context.parallels
+            for one in parallel.param_ownership()
+            if is_updated_as_matrix(one.spec, config)
+        ):
+            tasks = matrix_tasks_of_param(one, self._splits_fused_matrix, self._cost)
+            by_axis.setdefault(one.spec.reduce_over, []).extend(tasks)
+        self.tasks = {
+            axis: assign_matrix_owners(tasks, mesh.axis(axis).size, of_holders=self.owners_hold_state)
+            for axis, tasks in by_axis.items()
+        }
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step; all matrices are one group. Unused on a rank that owns none."""
+        return self.param_groups[0]["lr"] if self.param_groups else 0.0
+
+    @abstractmethod
+    def _cost(self, rows: int, columns: int) -> float:
+        """Return about how many multiplications the update of a matrix takes, by which owners are chosen."""
+
+    @abstractmethod
+    def _direction(self, name: str, main: Tensor) -> Tensor:
+        """Return what the update of a matrix is computed from, of the elements that this rank owns.
+
+        main: main weight [elements] of parameter `name`, with its gradient.
+        """
+
+    @abstractmethod
+    def _updates(self, tasks: Sequence[MatrixTask], flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return the updates of matrices of which this rank is the owner, or which every data-parallel rank updates.
+
+        flats: this tensor rank's directions of the matrices, flat; the updates, before the learning rate, are like them.
+        """
+
+    def step(self, factor: float | Tensor) -> None:
+        """Update the main weights by their gradients times `factor`, a scalar.
+
+        Collective: all ranks that share matrices take part, also those that own none.
+        """
+        scale_gradients([owned_part.main for owned_part in self.owned_parts.values()], factor)
+        directions = {name: self._direction(name, owned_part.main) for name, owned_part in self.owned_parts.items()}
+        for settings in self.param_groups:
+            torch._foreach_mul_(settings["params"], 1.0 - settings["lr"] * settings["weight_decay"])
+        for name, tasks in self.tasks.items():
+            for round_index in range(max(task.round_index for task in tasks) + 1):
+                self._update_round(
+                    [task for task in tasks if task.round_index == round_index], directions, self.mesh.axis(name)
+                )
+
+    def _update_round(self, tasks: Sequence[MatrixTask], directions: Mapping[str, Tensor], axis: Axis) -> None:
+        """Update the matrices of one round: sharded ones by their owners, all others by every rank for itself."""
+        whole = [task for task in tasks if not task.is_sharded]
+        flats = [self._direction_slice(task, directions, 0, task.high - task.low) for task in whole]
+        for task, update in zip(whole, self._updates(whole, flats), strict=True):
+            self._apply_update(task, update, 0)
+        if len(whole) < len(tasks):
+            sharded = sorted((task for task in tasks if task.is_sharded), key=lambda task: task.owner)
+            self._update_by_owners(sharded, directions, axis)
+
+    def _update_by_owners(self, sharded: Sequence[MatrixTask], directions: Mapping[str, Tensor], axis: Axis) -> None:
+        """Send the directions of sharded matrices, sorted by owner, to their owners, which send the updates back."""
+        own_tasks = [task for task in sharded if task.owner == axis.rank]
+        sent = [task.ranges[axis.rank] for task in sharded]
+        sizes = [high - low for low, high in sent]
+        out = [
+            sum(size for task, size in zip(sharded, sizes, strict=True) if task.owner == rank)
+            for rank in range(axis.size)
+        ]
+        back = [sum(task.ranges[rank][1] - task.ranges[rank][0] for task in own_tasks) for rank in range(axis.size)]
+        outgoing = [
+            self._direction_slice(task, directions, low, high)
+            for task, (low, high) in zip(sharded, sent, strict=True)
+            if low < high
+        ]
+        received, work = collectives.start_all_to_all(torch.cat([self.nothing, *outgoing]), out, back, axis)
+        collectives.wait(work)
+        updates = _pack_send_buffer(
+            self._updates(own_tasks, _assemble_matrices(own_tasks, received, axis.size)),
+            own_tasks,
+            axis.size,
+            self.nothing,
+        )
+        received, work = collectives.start_all_to_all(updates, back, out, axis)
+        collectives.wait(work)
+        for task, (low, _), update in zip(sharded, sent, received.split(sizes), strict=True):
+            self._apply_update(task, update, low)
+
+    def _direction_slice(self, task: MatrixTask, directions: Mapping[str, Tensor], low: int, high: int) -> Tensor:
+        """Return elements [low, high) of a matrix's direction, which this rank owns. directions: by parameter name."""
+        start = task.low - self.owned_parts[task.name].low
+        return directions[task.name][start + low : start + high]
+
+    def _apply_update(self, task: MatrixTask, update: Tensor, low: int) -> None:
+        """Subtract an update from this rank's elements of a matrix, from element `low` on."""
+        if update.numel():
+            start = task.low - self.owned_parts[task.name].low + low
+            self.owned_parts[task.name].main[start : start + update.numel()].add_(update, alpha=-self.lr)
+
+    def _splits_fused_matrix(self, spec: ParamSpec) -> bool:
+        """Return whether the segments of a fused matrix are matrices of their own."""
+        return True
+
+    def _gather_tensor_shards(self, x: Tensor, spec: ParamSpec) -> Tensor:
+        """Return whole matrices [k, *spec.shape] of this tensor rank's shards of them, x: [k, rows, columns]. Collective."""
+        if not spec.shards:
+            return x
+        tp_shard = spec.shards[0]
+        axis = self.mesh.axis(tp_shard.axis)
+        held = collectives.all_gather(x[None], axis)
+        whole = x.new_empty((len(x), *spec.shape))
+        for rank in range(axis.size):
+            for shard in local_shard_boxes(spec, self.mesh.with_axes({tp_shard.axis: replace(axis, rank=rank)})):
+                if shard.is_first_replica:
+                    into = (slice(None), *shard.box.slices())
+                    whole[into] = held[rank][(slice(None), *shard.local.slices())]
+        return whole
+
+    def _local_tensor_shard(self, whole: Tensor, spec: ParamSpec, shape: Sequence[int]) -> Tensor:
+        """Return this tensor rank's shard of whole matrices. whole: [k, *spec.shape]; shape: of the shard of one."""
+        if not spec.shards:
+            return whole
+        local = whole.new_zeros((len(whole), *shape))
+        for shard in local_shard_boxes(spec, self.mesh):
+            local[(slice(None), *shard.local.slices())] = whole[(slice(None), *shard.box.slices())]
+        return local
+
+
+def _assemble_matrices(tasks: Sequence[MatrixTask], received: Tensor, ranks: int) -> list[Tensor]:
+    """Return whole matrices, flat, from the received parts, which are ordered by sender and then by task."""
+    whole = [received.new_empty(task.high - task.low) for task in tasks]
+    start = 0
+    for rank in range(ranks):
+        for task, flat in zip(tasks, whole, strict=True):
+            low, high = task.ranges[rank]
+            flat[low:high] = received[start : start + high - low]
+            start += high - low
+    return whole
+
+
+def _pack_send_buffer(updates: Sequence[Tensor], tasks: Sequence[MatrixTask], ranks: int, nothing: Tensor) -> Tensor:
+    """Concatenate what goes to each rank of the updates of whole matrices, ordered by receiver and then by task: the
+    send buffer of an all-to-all. nothing: an empty tensor of the dtype.
+    """
+    return torch.cat(
+        [
+            nothing,
+            *(
+                update[task.ranges[rank][0] : task.ranges[rank][1]]
+                for rank in range(ranks)
+                for task, update in zip(tasks, updates, strict=True)
+            ),
+        ]
+    )
