@@ -27,7 +27,7 @@ from megatron.core.datasets.storage import atomic_file
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.lock import FolderLock
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.models.classify import ClassifierModel
+from megatron.core.models.bert import ClassifierModel
 from megatron.core.parallel import collectives
 from megatron.tasks.flags import TaskConfig
 from megatron.tasks.glue import TASKS, GlueTask, Pairs, glue_metrics, read_glue_samples

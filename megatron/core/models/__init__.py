@@ -7,7 +7,6 @@ output_heads.py     the output layer and its loss, BERT's heads
 gpt.py              decoder-only transformers
 mtp.py              multi-token prediction
 bert.py             encoders with a masked-language-model head
-classify.py         encoders with a classification head
 t5.py               encoder-decoder transformers
 memory_layer.py     their decoder's layers, with cross attention
 vision.py           vision transformers, and how a language model takes in what they see

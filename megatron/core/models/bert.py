@@ -5,6 +5,12 @@
 
 A `BERTModel` is one pipeline stage. Norms precede each sublayer, as in Megatron; with --norm-after-residual and
 --embedding-layernorm it is the published BERT, which has no final norm.
+
+    ids, types -> embedding -> layers -> final norm -> pooler (first token) -> dropout -> scores of the classes
+
+A `ClassifierModel` gives the class of a text, or says which of several texts fits. It has the same stages and names, with one small head
+instead of the two; a pretrained BERT's weights load into everything but the head. With `choices`, each sample has that many consecutive
+texts, and each text one score.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from megatron.core.tensor_parallel.linear import ReplicatedLinear
 from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.context.rope import rotary_table_for
+from megatron.core.transformer.dropout import Dropout
 from megatron.core.transformer.mixers.attention import default_position_ids
 from megatron.core.transformer.stack import TransformerStack
 
@@ -118,3 +125,38 @@ class BERTModel(EncoderModel):
     def output_weight(self) -> Tensor:
         """Return the matrix of the output layer [v/tp, h]: its own, or the embedding's."""
         return output_layer_weight(self.output_layer, self.embedding)
+
+
+class ClassifierModel(EncoderModel):
+    """One pipeline stage of a BERT-like classifier.
+
+    classes: number of scores of a text. choices: number of texts of a sample, of which one score each is compared
+    (multiple choice, with classes 1).
+    """
+
+    def __init__(self, stage: StageSpec, build: LayerBuildContext, *, classes: int, choices: int = 1) -> None:
+        super().__init__(stage, build, choices=choices)
+        self.pooler = Pooler(build) if stage.has_output else None
+        self.dropout = Dropout(build.model.hidden_dropout, build.streams, "default") if stage.has_output else None
+        head = build.make_replicated_linear(build.model.hidden_size, classes) if stage.has_output else None
+        self.classification_head = head if choices == 1 else None
+        self.multichoice_head = head if choices > 1 else None
+        set_global_param_names(self)
+
+    def forward(
+        self, *, padding: Tensor, ids: Tensor | None = None, types: Tensor | None = None, hidden: Tensor | None = None
+    ) -> Tensor:
+        """Run this stage on b samples of c texts.
+
+        padding: bool [b * c, s], False where there is no token. ids, types: [b * c, s], used by the first stage.
+        hidden: the output of the previous stage, [s or s/tp, b * c, h]. Returns the input of the next stage; on the
+        last, scores: [b, classes], or [b, c].
+        """
+        x = self.encode(padding=padding, ids=ids, types=types, hidden=hidden)
+        if self.pooler is None or self.dropout is None:
+            return x
+        pooled = self.dropout(self.pooler(x))
+        if self.classification_head is not None:
+            return self.classification_head(pooled)
+        assert self.multichoice_head is not None, "the last stage has one of the two heads"
+        return self.multichoice_head(pooled).view(-1, self.choices)

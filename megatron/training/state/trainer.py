@@ -15,8 +15,7 @@ from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.distributed.buffers import default_bucket_size
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.distributed.finalize import finalize_gradients
-from megatron.core.models.bert import BERTModel
-from megatron.core.models.classify import ClassifierModel
+from megatron.core.models.bert import BERTModel, ClassifierModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
 from megatron.core.models.vision import ImageClassifierModel
