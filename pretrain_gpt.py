@@ -21,6 +21,7 @@ import torch
 
 from megatron.core.config.plan.layers import StageSpec
 from megatron.core.datasets.blend import build_gpt_datasets
+from megatron.core.models.decoders import build_decoder
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import MTPLosses
 from megatron.inference.eval_generate import generate_continuation_texts, read_prompts
@@ -49,7 +50,7 @@ def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> 
 
 def model_provider(run: RunContext, stage: StageSpec) -> GPTModel:
     """Build one pipeline stage."""
-    return GPTModel(stage, run.layer_build_context)
+    return build_decoder(stage, run.layer_build_context)
 
 
 def forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:

@@ -23,6 +23,7 @@ from megatron.core.config.plan.layers import LayerPlan, mtp_depth_layer_plans
 from megatron.core.families.adapter_set import LoadedAdapter
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.vision import IdsWithImages, ImageEmbedder
+from megatron.core.models.vision_language import VisionLanguageModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel import device as devices
 from megatron.inference.adapters import AdapterBank
@@ -121,7 +122,8 @@ class CachedNetwork:
 
     def ids_with_image_embeddings(self, ids: Tensor, rows: Sequence[SequenceInput]) -> Tensor | IdsWithImages:
         """Return the ids [1, t] of a pass with the encoded images of its rows; the ids alone without images."""
-        image_input = self.stages[0].image_input
+        stage = self.stages[0]
+        image_input = stage.image_input if isinstance(stage, VisionLanguageModel) else None
         if image_input is None or all(row.images is None for row in rows):
             return ids
         encoded: list[Tensor] = []

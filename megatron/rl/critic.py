@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.state_hooks import OptionalWeights
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.output_heads import ScalarHead
+from megatron.core.models.vision_language import VisionLanguageModel
 from megatron.core.parallel.spec import constant_initializer, param_spec_of, set_global_param_names
 from megatron.core.transformer.context.forward_context import ForwardContext, MicrobatchContext
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
@@ -88,3 +89,7 @@ class ActorCritic(GPTModel):
             *super().received_tensor_specs(train),
             self.hidden_states_spec(train.micro_batch_size, train.seq_length),
         )
+
+
+class VisionActorCritic(ActorCritic, VisionLanguageModel):
+    """One pipeline stage of a policy that reads images, with that of its critic."""

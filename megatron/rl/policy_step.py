@@ -12,12 +12,13 @@ from torch import Tensor
 
 from megatron.core.config.plan.layers import StageSpec, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
+from megatron.core.models.decoders import build_decoder
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis
 from megatron.rl import losses
 from megatron.rl.algorithms import ALGORITHMS, PolicyAlgorithm
-from megatron.rl.critic import ActorCritic
+from megatron.rl.critic import ActorCritic, VisionActorCritic
 from megatron.rl.settings import RLConfig
 from megatron.training.state.batch import Batch, Loss, LossFunction
 from megatron.training.state.run import RunContext
@@ -195,8 +196,9 @@ def policy_model_provider(rl: RLConfig) -> ModelProvider:
 
     def build_policy_stage(run: RunContext, stage: StageSpec) -> GPTModel:
         if ALGORITHMS[rl.rl_algorithm].has_critic:
-            return ActorCritic(stage, run.layer_build_context, lr_ratio=rl.rl_critic_lr_ratio)
-        return GPTModel(stage, run.layer_build_context)
+            actor_critic = VisionActorCritic if run.config.model.has_vision else ActorCritic
+            return actor_critic(stage, run.layer_build_context, lr_ratio=rl.rl_critic_lr_ratio)
+        return build_decoder(stage, run.layer_build_context)
 
     return build_policy_stage
 

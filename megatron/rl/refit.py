@@ -21,6 +21,7 @@ from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.sharded_state import ShardedTensor, Tree, add_sharded_tensor, sharded_parameter
+from megatron.core.models.decoders import build_decoder
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.box_hash import box_hash
@@ -93,7 +94,7 @@ def policy_weights_tree(trainer: Trainer) -> Tree:
 def build_generation_stages(run: RunContext) -> list[GPTModel]:
     """Build this rank's stages of a network that only generates."""
     specs = [spec for spec in stage_specs_of_run(run.config) if spec.rank == run.mesh.pp.rank]
-    stages = [GPTModel(spec, run.layer_build_context).materialize(run.config.train.seed).eval() for spec in specs]
+    stages = [build_decoder(spec, run.layer_build_context).materialize(run.config.train.seed).eval() for spec in specs]
     for stage in stages:
         stage.requires_grad_(requires_grad=False)
     return stages

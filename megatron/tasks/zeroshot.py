@@ -20,6 +20,7 @@ from megatron.core.config.flags.declare import ConfigError
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.special_tokens import count_ids_around_text, encode_without_special_tokens
 from megatron.core.datasets.storage import split_text_lines
+from megatron.core.models.decoders import build_decoder
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.evaluation.likelihood import (
@@ -144,7 +145,9 @@ def run_zero_shot(run: RunContext, task: TaskConfig) -> dict[str, float]:
         raise ConfigError(f"--task {task.task} needs --valid-data")
     wiki = task.task == "WIKITEXT103"
     length = run.config.train.seq_length
-    trainer = build_trainer(run, lambda run, stage: GPTModel(stage, run.layer_build_context), perplexity_forward_step)
+    trainer = build_trainer(
+        run, lambda run, stage: build_decoder(stage, run.layer_build_context), perplexity_forward_step
+    )
     if run.config.compilation.compile and wiki:  # passages of many lengths would be as many graphs
         LayerCompiler(trainer)
     if not Checkpointer(trainer).resume():

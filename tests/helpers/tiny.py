@@ -20,6 +20,7 @@ from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.kernels.choice.startup_check import select_kernels_with_trials
 from megatron.core.kernels.choice.table import KernelRequirements
+from megatron.core.models.decoders import build_decoder
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
@@ -88,7 +89,7 @@ def run_of(settings: RunConfig, device: torch.device = DEVICE) -> RunContext:
 
 def gpt(run: RunContext, stage: StageSpec) -> GPTModel:
     """The model provider."""
-    return GPTModel(stage, run.layer_build_context)
+    return build_decoder(stage, run.layer_build_context)
 
 
 def forward_step(run: RunContext, microbatches: Iterator[Batch], stage: GPTModel) -> tuple[torch.Tensor, LossFunction]:

@@ -5,8 +5,10 @@ stage_model.py      what the networks have in common: a stage is built on the me
 embedding.py        embeddings of ids, positions and token types
 output_heads.py     the output layer and its loss, BERT's heads
 gpt.py              decoder-only transformers
+vision_language.py  decoders that read images
+decoders.py         decoders that score texts; which of these classes a decoder has
 mtp.py              multi-token prediction
-bert.py             encoders with a masked-language-model head
+bert.py             encoders with a masked-language-model head, or one for classes
 t5.py               encoder-decoder transformers
 memory_layer.py     their decoder's layers, with cross attention
 vision.py           vision transformers, and how a language model takes in what they see

@@ -9,6 +9,7 @@ A `GPTModel` is one pipeline stage; without pipeline parallelism it is the whole
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,10 +18,9 @@ from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.settings.run import TrainConfig
 from megatron.core.models.embedding import Embedding
 from megatron.core.models.mtp import MTPInputs, MTPLosses, MultiTokenPrediction
-from megatron.core.models.output_heads import LanguageModelHead, ScalarHead, output_layer_weight
+from megatron.core.models.output_heads import LanguageModelHead, output_layer_weight
 from megatron.core.models.stage_model import StageModel
-from megatron.core.models.vision import IdsWithImages, ImageEmbedder
-from megatron.core.parallel.spec import param_spec_of, set_global_param_names
+from megatron.core.parallel.spec import set_global_param_names
 from megatron.core.transformer.context.cache import DecodingCache
 from megatron.core.transformer.context.forward_context import ForwardContext, MicrobatchContext
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
@@ -31,26 +31,39 @@ from megatron.core.transformer.stack import TransformerStack
 class GPTModel(StageModel):
     """One pipeline stage of a decoder-only transformer."""
 
+    predicts_words: ClassVar[bool] = True  # with an output layer, which may share the matrix of the embedding
+
     def __init__(self, stage: StageSpec, build: LayerBuildContext) -> None:
         super().__init__()
         self.stage, self.build = stage, build
-        # With several stages a tied matrix has two copies, in the embedding and in the output layer; the embedding has another
-        # copy on the stage with multi-token prediction.
-        spans_stages = not (stage.has_embedding and stage.has_output)
-        tied = build.model.ties_embeddings and not build.model.reward_head
         self.depths = build.model.mtp.mtp_num_layers or 0
         has_mtp = stage.has_mtp and self.depths > 0
-        has_mtp_copy = self.depths > 0 and not (stage.has_embedding and stage.has_mtp)
-        self.embedding = None
-        if stage.has_embedding or has_mtp:
-            self.embedding = Embedding(build, tied=tied and spans_stages, has_mtp_copy=has_mtp_copy)
-        self.image_input = ImageEmbedder(build) if stage.has_embedding and build.model.has_vision else None
+        self.embedding: Embedding | None = None
+        self.output_layer: LanguageModelHead | None = None
+        # Gradients are reduced in the order of modules, which is that of the forward pass.
+        self._add_embedding(has_mtp=has_mtp)
         self.decoder = TransformerStack(stage.layers, build, final_norm=stage.has_mtp)
         self.mtp = MultiTokenPrediction(build) if has_mtp else None
-        self.score = _make_reward_head(build) if stage.has_output and build.model.reward_head else None
-        has_logits = stage.has_output and self.score is None
-        self.output_layer = LanguageModelHead(build, self.embedding) if has_logits else None
+        if stage.has_output:
+            self._add_head()
         set_global_param_names(self)
+
+    def _add_embedding(self, *, has_mtp: bool) -> None:
+        """Create the embedding, if this stage embeds tokens."""
+        if not (self.stage.has_embedding or has_mtp):
+            return
+        # With several stages a tied matrix has two copies, in the embedding and in the output layer; the embedding has another
+        # copy on the stage with multi-token prediction.
+        spans_stages = not (self.stage.has_embedding and self.stage.has_output)
+        self.embedding = Embedding(
+            self.build,
+            tied=self.predicts_words and self.build.model.ties_embeddings and spans_stages,
+            has_mtp_copy=self.depths > 0 and not (self.stage.has_embedding and has_mtp),
+        )
+
+    def _add_head(self) -> None:
+        """Create the output layer of the last stage."""
+        self.output_layer = LanguageModelHead(self.build, self.embedding)
 
     def hidden_states_spec(self, batch_size: int, sequence: int) -> tuple[tuple[int, ...], torch.dtype]:
         """Return (shape, dtype) of the hidden states between stages. sequence: length of the whole sequence."""
@@ -69,7 +82,7 @@ class GPTModel(StageModel):
     def forward(
         self,
         *,
-        ids: Tensor | IdsWithImages | None = None,
+        ids: Tensor | None = None,
         hidden: Tensor | None = None,
         labels: Tensor | None = None,
         positions: Tensor | None = None,
@@ -80,13 +93,13 @@ class GPTModel(StageModel):
     ) -> Tensor | tuple[Tensor, ...] | MTPLosses:
         """Run this stage.
 
-        ids: [b, s], with images or without, used by the first stage. hidden: the output of the previous stage, [s or s/tp, b, h]. labels: [b,
+        ids: [b, s], used by the first stage. hidden: the output of the previous stage, [s or s/tp, b, h]. labels: [b,
         s]. positions: [b, s], if they are not 0, 1, 2, ...; documents: document index [b, s], if attention is to stay
         within documents. microbatch_context: collects the auxiliary losses of layers. cache: KV cache; ids are then the
         new tokens of several sequences, concatenated as [1, t], and logits are those of the positions that the cache
         asks for. ahead: ids and labels for multi-token prediction; None: predict only the next token. Returns the input
         of the next stage; on the last stage, the loss of every token [b, s], with those of multi-token prediction if
-        any, or logits [s, b, v/tp] without labels; of a reward model, the score of every position [b, s].
+        any, or logits [s, b, v/tp] without labels.
         """
         if self.stage.has_embedding:
             assert ids is not None, "the first stage reads ids"
@@ -100,34 +113,27 @@ class GPTModel(StageModel):
         )
         x = self.decoder(hidden, context)
         ahead = None if ahead is None or self.depths == 0 else self._compute_mtp_states(x, positions, ahead, context)
-        if self.score is not None:
-            return self.score(x)
-        if self.output_layer is None:
+        if not self.stage.has_output:
             return x if self.mtp is None else self._with_mtp_states(x, ahead)
-        x = (x if cache is None else cache.select_logit_states(x)).to(self.build.dtype)
-        output = self.output_layer(x, self.output_weight(), labels)
+        return self._apply_head(x if cache is None else cache.select_logit_states(x), labels, ahead)
+
+    def _embed(self, ids: Tensor, positions: Tensor | None) -> Tensor:
+        """Return the hidden states [s or s/tp, b, h] of ids [b, s]."""
+        assert self.embedding is not None, "the first stage has the embedding"
+        return self.embedding(ids, self.build.local_positions(ids.shape[1])[None] if positions is None else positions)
+
+    def _apply_head(self, x: Tensor, labels: Tensor | None, ahead: MTPInputs | None) -> Tensor | MTPLosses:
+        """Return what the last stage returns, of its final states x [s or s/tp, b, h]. See `forward`."""
+        assert self.output_layer is not None, "the last stage has the output layer"
+        output = self.output_layer(x.to(self.build.dtype), self.output_weight(), labels)
         if labels is None or ahead is None:
             return output
         weight = self.output_weight().detach() if self.build.model.mtp.mtp_detach_heads else self.output_weight()
-        return MTPLosses(
-            output,
-            tuple(
-                self.output_layer(state.to(self.build.dtype), weight, own)
-                for state, own in zip(ahead.states, ahead.labels, strict=True)
-            ),
-        )
-
-    def _embed(self, ids: Tensor | IdsWithImages, positions: Tensor | None) -> Tensor:
-        """Return the hidden states [s or s/tp, b, h] of ids [b, s], with image features at the positions of images."""
-        assert self.embedding is not None, "the first stage has the embedding"
-        text = ids.ids if isinstance(ids, IdsWithImages) else ids
-        hidden = self.embedding(
-            text, self.build.local_positions(text.shape[1])[None] if positions is None else positions
-        )
-        if not isinstance(ids, IdsWithImages):
-            return hidden
-        assert self.image_input is not None, "a network that is given images reads them"
-        return self.image_input(hidden, ids.images, ids.slots)
+        losses = [
+            self.output_layer(state.to(self.build.dtype), weight, own)
+            for state, own in zip(ahead.states, ahead.labels, strict=True)
+        ]
+        return MTPLosses(output, tuple(losses))
 
     def _compute_mtp_states(
         self, x: Tensor, positions: Tensor | None, ahead: MTPInputs, context: ForwardContext
@@ -165,10 +171,3 @@ class GPTModel(StageModel):
     def output_weight(self) -> Tensor:
         """Return the matrix of the output layer [v/tp, h]: its own, or the embedding's."""
         return output_layer_weight(self.output_layer, self.embedding)
-
-
-def _make_reward_head(build: LayerBuildContext) -> ScalarHead:
-    """Create a reward model's head; it may start from initial values, as a language model's checkpoint lacks it."""
-    head = ScalarHead(build, init=build.init_method(), bias=False)
-    head.weight.spec = replace(param_spec_of(head.weight), starts_from="")  # type: ignore[attr-defined]
-    return head

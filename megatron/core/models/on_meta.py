@@ -11,7 +11,8 @@ from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.kernels.choice.table import KernelRequirements, select_kernels
 from megatron.core.models.bert import BERTModel
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.decoders import build_decoder
+from megatron.core.models.stage_model import StageModel
 from megatron.core.models.t5 import T5Model
 from megatron.core.models.vision import ImageClassifierModel
 from megatron.core.parallel.mesh import Axis, Mesh
@@ -19,16 +20,15 @@ from megatron.core.parallel.rng import RandomStreams
 from megatron.core.parallel.spec import param_spec_of
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 
-Network = GPTModel | BERTModel | T5Model | ImageClassifierModel
-NETWORKS: dict[str, Callable[[StageSpec, LayerBuildContext], Network]] = {
-    "gpt": GPTModel,
+NETWORKS: dict[str, Callable[[StageSpec, LayerBuildContext], StageModel]] = {
+    "gpt": build_decoder,
     "bert": BERTModel,
     "t5": T5Model,
     "vit": ImageClassifierModel,
 }
 
 
-def build_stage_on_meta(model: ModelConfig, mesh: Mesh, stage: StageSpec) -> Network:
+def build_stage_on_meta(model: ModelConfig, mesh: Mesh, stage: StageSpec) -> StageModel:
     """Build one pipeline stage on the meta device, as the rank with the coordinates of `mesh` would."""
     # nothing runs, so optional packages are not needed
     kernels = select_kernels(KernelRequirements(device="cpu", dtype=torch.float32), {"moe_flex_dispatcher": ""})

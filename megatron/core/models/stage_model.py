@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import nn
 
+from megatron.core.config.plan.layers import StageSpec
+from megatron.core.config.settings.run import TrainConfig
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 
@@ -18,8 +20,13 @@ if TYPE_CHECKING:
 class StageModel(nn.Module):
     """One pipeline stage of a network. state_hooks: what the network changes in checkpoints, the same on all stages."""
 
+    stage: StageSpec
     build: LayerBuildContext
     state_hooks: Sequence[StateHooks] = ()
+
+    def received_tensor_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Return (shape, dtype) of each tensor that a pipeline stage receives from the previous one."""
+        raise NotImplementedError
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> Self:
         """Allocate the parameters and draw their initial values from `seed`; return the model itself.

@@ -1,7 +1,7 @@
 """Vision transformers (Dosovitskiy et al., 2020), and how a language model takes in what they see (Liu et al., 2023).
 
     images -> patches -> layers, bidirectional attention -> (norm) -> class token -> head -> scores of classes      ImageClassifierModel
-                                                                   \\-> projector -> rows                             a GPTModel with images
+                                                                   \\-> projector -> rows                             a VisionLanguageModel
 
     ids     A  picture  :  [image] [image] [image]  .          slots   -1 -1 -1  0  1  2  -1
     hidden  e  e        e  row 0   row 1   row 2    e

@@ -37,6 +37,7 @@ from megatron.core.families.registry import model_config_from_settings
 from megatron.core.kernels.choice.startup_check import select_kernels_with_trials
 from megatron.core.kernels.choice.table import KernelRequirements
 from megatron.core.models.bert import BERTModel
+from megatron.core.models.decoders import build_decoder
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel import collectives
@@ -70,8 +71,8 @@ class ModelKind(Generic[AnyStage]):
     scores: bool = False
 
 
-GPT = ModelKind("gpt", GPTModel)
-REWARD = ModelKind("gpt", GPTModel, scores=True)
+GPT = ModelKind("gpt", build_decoder)
+REWARD = ModelKind("gpt", build_decoder, scores=True)
 
 
 @dataclass(frozen=True, slots=True)

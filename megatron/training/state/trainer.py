@@ -15,10 +15,7 @@ from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.distributed.buffers import default_bucket_size
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.distributed.finalize import finalize_gradients
-from megatron.core.models.bert import BERTModel, ClassifierModel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.t5 import T5Model
-from megatron.core.models.vision import ImageClassifierModel
+from megatron.core.models.stage_model import StageModel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import OptimizerParamSchedule
 from megatron.core.parallel.rng import materialize_parameters
@@ -37,8 +34,7 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.state_hooks import StateHooks
     from megatron.core.distributed.fsdp import Parallel
 
-Network = GPTModel | BERTModel | T5Model | ClassifierModel | ImageClassifierModel
-ModelProvider = Callable[[RunContext, StageSpec], Network]
+ModelProvider = Callable[[RunContext, StageSpec], StageModel]
 # (run, microbatches, stage) -> the message to the next stage, one tensor or several; on the last, what the loss is made of
 ForwardStep = Callable[[RunContext, Iterator[Batch], Any], tuple[Any, LossFunction]]
 # this rank's stages -> prompts with what the network says after them, on every rank
@@ -57,7 +53,7 @@ class Trainer:
     run: RunContext
     forward_step: ForwardStep
     specs: tuple[StageSpec, ...]
-    stages: list[Network]
+    stages: list[StageModel]
     parallels: list[Parallel]
     optimizer: Optimizer
     schedule: OptimizerParamSchedule | None
@@ -187,7 +183,7 @@ def build_trainer(
     return Trainer(run, forward_step, specs, stages, parallels, optimizer, schedule, batches, state_hooks=state_hooks)
 
 
-def _initialize_and_wrap_stage(run: RunContext, stage: Network) -> Parallel:
+def _initialize_and_wrap_stage(run: RunContext, stage: StageModel) -> Parallel:
     """Initialize a stage's parameters and wrap it for data parallelism or FSDP2."""
     parallel, grad_dtype = run.config.parallel, getattr(torch, run.config.precision.gradient_dtype_name)
     seed, source = run.config.train.seed, torch.device("cpu") if parallel.use_cpu_initialization else None

@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.sharded_state import (
 )
 from megatron.core.kernels.choice.startup_check import select_kernels_with_trials
 from megatron.core.kernels.choice.table import KernelRequirements
+from megatron.core.models.stage_model import StageModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams
@@ -52,7 +53,7 @@ from megatron.training.state.batch import Batch, LossFunction
 from megatron.training.state.hooks import StepHooks
 from megatron.training.state.run import RunContext
 from megatron.training.state.step import train_step
-from megatron.training.state.trainer import ForwardStep, ModelProvider, Network, Trainer, build_trainer
+from megatron.training.state.trainer import ForwardStep, ModelProvider, Trainer, build_trainer
 
 STEPS = 2  # in the first biases are zero and moments too, so that not every mistake shows before the second
 _ANSWERED_ROWS = 64
@@ -400,7 +401,7 @@ class _ActivationRecorder:
     def __init__(self, run: RunContext) -> None:
         self.run = run
         self._seen: list[RecordedActivation] = []
-        self._stage: Network | None = None
+        self._stage: StageModel | None = None
         self._counts: dict[int, int] = {}
         self._calls: dict[str, int] = {}
         self._columns: dict[str, dict[int, Ranges]] = {}
@@ -412,7 +413,7 @@ class _ActivationRecorder:
     def record_weight_sharding_on_build(self, model: ModelProvider) -> ModelProvider:
         """Return the provider, wrapped to record how the weights of modules are sharded."""
 
-        def build_model_and_record_sharding(run: RunContext, stage: StageSpec) -> Network:
+        def build_model_and_record_sharding(run: RunContext, stage: StageSpec) -> StageModel:
             made = model(run, stage)
             for name, _ in made.named_modules():  # an adapter takes and gives what its linear layer does
                 linear = made.get_submodule(name.removesuffix(".adapter"))
@@ -425,7 +426,7 @@ class _ActivationRecorder:
         """Return the forward step, wrapped to record during it."""
 
         def recorded_forward_step(
-            run: RunContext, batches: Iterator[Batch], stage: Network
+            run: RunContext, batches: Iterator[Batch], stage: StageModel
         ) -> tuple[Any, LossFunction]:
             self._stage, self._calls = stage, {}
             try:
@@ -436,7 +437,7 @@ class _ActivationRecorder:
 
         return recorded_forward_step
 
-    def add_hooks(self, stages: Sequence[Network]) -> list[RemovableHandle]:
+    def add_hooks(self, stages: Sequence[StageModel]) -> list[RemovableHandle]:
         """Hook every module of these stages but the stack of layers; return the handles."""
         modules = [
             (name, module)

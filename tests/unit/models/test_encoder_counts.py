@@ -10,15 +10,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.models import flops
 from megatron.core.models.describe import count_rank_parameters
+from megatron.core.models.stage_model import StageModel
 from megatron.core.parallel.spec import param_spec_of
-from megatron.training.state.trainer import Network
 from tests.helpers import tiny
 from tests.parity.table import MODELS
 
 KINDS = ("bert", "bert-published", "bert-words", "t5", "t5-v1.0", "t5-v1.1", "t5-rope")
 
 
-def built(kind: str, **changes: Any) -> tuple[tiny.RunConfig, list[Network]]:
+def built(kind: str, **changes: Any) -> tuple[tiny.RunConfig, list[StageModel]]:
     """The config and the stages of a network, without memory."""
     settings = tiny.config(
         int(changes.get("pipeline_model_parallel_size", 1)), **MODELS[kind], **changes, attention_backend="unfused"
