@@ -119,7 +119,7 @@ LIMITS: Mapping[str, Limit] = {
     "files behind GPTModel": Limit(105, aim=95, step=5),
     "thousand lines behind GPTModel": Limit(17.5, aim=15.2, step=0.5),
     "files behind train_step": Limit(145, aim=131, step=5),
-    "thousand lines behind train_step": Limit(25, aim=22, step=0.5),
+    "thousand lines behind train_step": Limit(25.5, aim=22, step=0.5),
     "files behind pretrain": Limit(260, aim=180, step=5),
     "thousand lines behind pretrain": Limit(48, aim=32, step=0.5),
     # Features that act on the command line are read there: the aim is above what is loaded without them.
@@ -141,8 +141,8 @@ LIMITS: Mapping[str, Limit] = {
     "names of mixers outside families": Limit(49, aim=0),
     "files with names of mixers outside families": Limit(16, aim=0),
     "methods of FeatureConfig with one user": Limit(0, aim=0),
-    "rows of the parity table": Limit(541, aim=541, is_minimum=True),
-    "planted defects": Limit(217, aim=217, is_minimum=True),
+    "rows of the parity table": Limit(548, aim=541, is_minimum=True),
+    "planted defects": Limit(219, aim=217, is_minimum=True),
 }
 
 

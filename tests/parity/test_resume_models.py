@@ -51,7 +51,10 @@ RULES = (
     ("muon-moe", "tp2 ep2 dp2 zero mb2", "pp2 ep2 dp2 mb2"),
     ("adafactor-moe", "tp2 ep2 dp2 zero mb2", "pp2 ep2 dp2 mb2"),
     ("adafactor-gqa", "dp2 fsdp mb2", "tp4 mb2"),
+    ("soap", "dp4 zero bucket600 mb2", "tp2 dp2 fsdp mb2"),
+    ("soap-moe", "tp2 ep2 dp2 zero mb2", "pp2 ep2 dp2 mb2"),
     pytest.param("muon-joined", "tp2 pp2 mb2", "", marks=pytest.mark.nightly),
+    pytest.param("soap-plain", "", "tp2 dp2 zero mb2", marks=pytest.mark.nightly),
     pytest.param("lion", "tp2 dp2 zero mb2", "", marks=pytest.mark.nightly),
 )
 STATES = (

@@ -14,13 +14,14 @@ from megatron.core.optimizer.adafactor import Adafactor
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.orthogonal import orthogonalize, orthogonalize_distributed
 from megatron.core.optimizer.owners import MatrixTask
+from megatron.core.optimizer.soap import Soap, _number_in_stack
 from megatron.core.parallel import offload
 from megatron.core.parallel.offload import OffloadedBuffer
 from megatron.core.parallel.spec import ParamSpec
 from tests.parity.defect import Defect
 
 _returned, _direction, _arrived = whole_matrix._pack_send_buffer, Muon._direction, OffloadedBuffer.wait
-_blocks, _sum = adafactor._owned_rectangles, Adafactor._all_reduce_sums
+_blocks, _sum, _whole_update = adafactor._owned_rectangles, Adafactor._all_reduce_sums, Soap._update_of_task
 
 
 def _each_piece_for_a_matrix(self: Muon, x: Tensor, spec: ParamSpec) -> Tensor:
@@ -40,6 +41,16 @@ def _back_to_the_rank_beside(
 def _direction_in_the_owners_part_only(self: Muon, name: str, main: Tensor) -> Tensor:
     found = _direction(self, name, main)
     return found if self.mesh.dp_cp.is_first else torch.zeros_like(found)
+
+
+def _gradient_of_the_first_rank_only(self: Soap, name: str, main: Tensor) -> Tensor:
+    return main.grad if self.mesh.dp_cp.is_first else torch.zeros_like(main.grad)
+
+
+def _state_is_lost_between_steps(self: Soap, task: MatrixTask, local: Tensor) -> Tensor:
+    if task.is_sharded:
+        self.state[f"{task.name} {_number_in_stack(task)}"] = self._initial_state(task)
+    return _whole_update(self, task, local)
 
 
 def _own_sums_alone(axis: str) -> Any:
@@ -82,6 +93,16 @@ UPDATES: tuple[Defect, ...] = (
         "an owner hears of the first data rank's momentum only",
         (("tp2 dp2 fsdp mb2", "muon-joined"),),
         ((Muon, "_direction", _direction_in_the_owners_part_only),),
+    ),
+    Defect(
+        "an owner gets the gradients of the first data rank alone",
+        (("tp2 dp2 fsdp mb2", "soap-plain"),),
+        ((Soap, "_direction", _gradient_of_the_first_rank_only),),
+    ),
+    Defect(
+        "each data rank that owns some of a matrix begins its state anew",
+        (("dp4 zero bucket600 mb2", "soap"),),
+        ((Soap, "_update_of_task", _state_is_lost_between_steps),),
     ),
     Defect(
         "rows and columns are those of a tensor rank's piece",

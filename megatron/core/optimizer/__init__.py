@@ -8,6 +8,7 @@ elementwise.py    AdamW, SGD, Lion
 adafactor.py      Adafactor under any layout
 whole_matrix.py   base of rules that look at whole matrices, under any layout; owners.py which rank updates which matrix
 muon.py           Muon; orthogonal.py its Newton-Schulz iteration
+soap.py           SOAP: Adam in the eigenbasis of Shampoo's factors
 low_precision.py  AdamW with low-precision state; state_formats.py the formats
 offload.py        main weights and moments in CPU memory
 schedule.py       learning rate and weight decay as functions of the samples

@@ -6,6 +6,7 @@ main weights; fp32 and fp64 weights are their own main weights. An `UpdateRule` 
 weights; `UPDATE_RULES` names them:
 
     --optimizer muon, matrices of layers           Muon               muon.py
+    --optimizer soap, matrices of layers           Soap               soap.py
     --optimizer adafactor                          Adafactor          adafactor.py
     --use-precision-aware-optimizer                LowPrecisionAdam   low_precision.py, state_formats.py
     otherwise                                      AdamW, SGD, Lion   elementwise.py
@@ -32,6 +33,7 @@ from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.offload import OptimizerCpuOffload, split_segments_for_offload
 from megatron.core.optimizer.rule import Slot, UpdateRule, UpdateRuleContext, is_updated_as_matrix
 from megatron.core.optimizer.scaler import LossScaler
+from megatron.core.optimizer.soap import Soap
 from megatron.core.parallel.device import has_separate_memory, storage_id_and_offset
 from megatron.core.parallel.mesh import Mesh
 
@@ -44,6 +46,7 @@ UPDATE_RULES: Mapping[str, type[UpdateRule]] = {
     "lion": Lion,
     "adafactor": Adafactor,
     "muon": Muon,
+    "soap": Soap,
 }
 
 
@@ -225,7 +228,8 @@ class Optimizer:
 
     def load_num_steps(self, steps: int) -> None:
         """Continue counting from `steps`."""
-        self.rules[-1].steps = steps
+        for rule in self.rules:
+            rule.steps = steps
 
 
 def _main_weight(segment: OwnedSegment, *, separate: bool) -> Tensor:

@@ -93,7 +93,7 @@ REPLACED = (
 # Values of our own flags that Megatron knows and we do not (yet): flag, values, reason.
 VALUES = (
     ("--experimental-attention-variant", "dsa dsv4_hybrid gdn2 gated_delta_product", "there is no such attention here; choose gated_delta_net"),
-    ("--optimizer", "adaptive_muon soap", "this optimizer is not built yet; choose adam, muon, lion, adafactor or sgd"),
+    ("--optimizer", "adaptive_muon", "this optimizer is not built yet; choose adam, muon, soap, lion, adafactor or sgd"),
     ("--transformer-impl", "inference_optimized", "generation chooses its own kernels; choose local or transformer_engine"),
     ("--cuda-graph-impl", "full_iteration", "layers are recorded one by one; choose local"),
     ("--cuda-graph-modules", "moe mamba full_iteration", "only attention and MLPs are recorded; choose attn, mlp or both"),

@@ -278,7 +278,7 @@ def test_an_empty_command_line_is_told_everything_it_lacks() -> None:
         ("--num-layers", "--num-layers has no value; give one"),
         (
             "--optimizer lino",
-            "--optimizer lino: choose adam, sgd, lion, adafactor, muon or dist_muon; did you mean lion?",
+            "--optimizer lino: choose adam, sgd, lion, adafactor, muon, dist_muon or soap; did you mean lion?",
         ),
         ("--bf16=yes", "--bf16 is a switch, and takes no value; write --bf16 or --no-bf16 alone"),
         ("stray", "'stray' belongs to no flag; leave it out"),

@@ -182,14 +182,14 @@ def test_all_values_must_change_nothing():
 
 
 def test_all_errors_come_at_once_and_each_once():
-    _, _, errors = translated("--use-mup --fp8-output-proj --use-mup --optimizer soap --seed 1")
-    assert [error.split(":")[0] for error in errors] == ["--use-mup", "--fp8-output-proj", "--optimizer soap"]
+    _, _, errors = translated("--use-mup --fp8-output-proj --use-mup --optimizer adaptive_muon --seed 1")
+    assert [error.split(":")[0] for error in errors] == ["--use-mup", "--fp8-output-proj", "--optimizer adaptive_muon"]
 
 
 @pytest.mark.parametrize(
     "line, flag",
     [
-        ("--optimizer soap", "--optimizer soap"),
+        ("--optimizer adaptive_muon", "--optimizer adaptive_muon"),
         ("--cuda-graph-impl full_iteration", "--cuda-graph-impl full_iteration"),
         ("--cuda-graph-scope moe", "--cuda-graph-scope moe"),
         ("--sft-tokenizer-prompt-format=nemotron-nano-v2", "--sft-tokenizer-prompt-format nemotron-nano-v2"),

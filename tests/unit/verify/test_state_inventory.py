@@ -53,6 +53,7 @@ RUNS = {
     "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1 --moe-per-layer-logging".split(),
     "muon": "--bf16 --optimizer muon --num-experts 2 --muon-scalar-optimizer lion".split(),
     "adafactor": "--bf16 --optimizer adafactor --num-experts 2".split(),
+    "soap": "--bf16 --optimizer soap --num-experts 2".split(),
     "narrow": "--bf16 --use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16".split(),
     "delayed scales": "--bf16 --fp8-format hybrid --num-experts 2".split(),
     "fp16": "--fp16 --initial-loss-scale 1e30 --loss-scale-window 2 --hysteresis 1".split(),

@@ -28,7 +28,7 @@ def update_rule_problems(s: ConfigRuleInput) -> Iterator[str]:
     for name in (field.name for field in fields(OptimizerConfig)):
         if name.startswith("adafactor_") and getattr(config, name) <= 0:
             yield f"{flag_name(name)} {getattr(config, name):g} must be above 0"
-    for name in ("lion_beta1", "lion_beta2", "muon_momentum"):
+    for name in ("lion_beta1", "lion_beta2", "muon_momentum", "soap_shampoo_beta"):
         if not 0.0 <= getattr(config, name) < 1.0:
             yield f"{flag_name(name)} {getattr(config, name):g} is a share from 0 up to, but not, 1"
     if config.muon_num_ns_steps < 1:

@@ -12,6 +12,7 @@ from megatron.core.config.settings.low_precision import LowPrecisionConfig
 AWARE = When("use_precision_aware_optimizer")
 ON_CPU = When("optimizer_cpu_offload")
 MUON, LION, ADAFACTOR = (When("update_rules", (name,)) for name in ("muon", "lion", "adafactor"))
+SOAP = When("optimizer", ("soap",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class OptimizerConfig:
     others' is decoupled.
     """
 
-    optimizer: Literal["adam", "sgd", "lion", "adafactor", "muon", "dist_muon"] = flag(
+    optimizer: Literal["adam", "sgd", "lion", "adafactor", "muon", "dist_muon", "soap"] = flag(
         "adam", "update rule (adam is AdamW; dist_muon is muon with --use-distributed-optimizer)", role="training"
     )
     weight_decay: float = flag(0.01, "weight decay", role="training")
@@ -164,6 +165,13 @@ class OptimizerConfig:
     muon_scalar_optimizer: Literal["adam", "lion"] = flag(
         "adam", "Muon: update rule of embeddings, output layer, biases and norms", role="training", used_with=MUON
     )
+    soap_shampoo_beta: float = flag(0.95, "SOAP: decay of Shampoo's factors", role="training", used_with=SOAP)
+    soap_use_kl_shampoo: bool = flag(
+        True,
+        "SOAP: Shampoo's factors are sums of g g^T, not divided by each other (KL-Shampoo)",
+        role="training",
+        used_with=SOAP,
+    )
     optimizer_cpu_offload: bool = flag(
         False, "keep main weights and moments in CPU memory, and update them there", role="free"
     )
@@ -204,7 +212,10 @@ class OptimizerConfig:
     @property
     def update_rules(self) -> tuple[str, ...]:
         """Names of the update rules: of the matrices of the layers, then of all other parameters, if they have another."""
-        beside = {"muon": self.muon_scalar_optimizer}  # rule for whole matrices -> that of all other parameters
+        beside = {
+            "muon": self.muon_scalar_optimizer,
+            "soap": "adam",
+        }  # rule for whole matrices -> that of all other parameters
         name = self.optimizer.removeprefix("dist_")
         return (name, beside[name]) if name in beside else (name,)
 
