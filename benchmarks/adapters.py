@@ -36,8 +36,8 @@ import transformers
 import trl
 from tokenizers import Tokenizer
 
+from megatron.adapters import peft as folders
 from megatron.core.datasets.samplers import collate
-from megatron.core.families import peft as folders
 from megatron.core.tokenizers import base
 from megatron.inference.engine import Engine
 from megatron.inference.requests import GenerationRequest

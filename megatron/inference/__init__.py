@@ -15,7 +15,6 @@ sequence.py                the state of one request
 speculative.py             speculative decoding: a draft network, or multi-token prediction
 engine.py                  the scheduler: which requests take part in each step
 engine_setup.py            what an engine is made with: checks, the size of its cache, its kernel
-adapters.py                adapters of several requests beside one base, in one pass
 served_adapters.py         the adapters that requests may name
 expert_choice_recorder.py  which experts the tokens of a pass used
 liveness.py                which ranks are alive

@@ -7,11 +7,11 @@ from itertools import count
 
 import torch
 
+from megatron.adapters.files import LoadedAdapter, incomplete_adapter_problems, require_adapters_fit_network
 from megatron.core.config.adapters import EXPERTS
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.adapter_set import LoadedAdapter, incomplete_adapter_problems, require_adapters_fit_network
 from megatron.inference.model_runner import ModelRunner
 
 # What decoding multiplies by the weight of, and not by calling the layer (latent attention).

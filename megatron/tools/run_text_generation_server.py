@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from megatron.adapters.files import LoadedAdapter
 from megatron.core.config.flags.declare import (
     ConfigError,
     add_config_arguments,
@@ -32,7 +33,6 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.templates import FORMATS as CHAT_FORMATS
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.families.adapter_set import LoadedAdapter
 from megatron.core.families.registry import model_config_from_settings
 from megatron.core.tokenizers.base import Tokenizer, read_flag_file_text
 from megatron.evaluation.reward_model import RewardModel

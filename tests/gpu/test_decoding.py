@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from megatron.adapters import serving
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.kernels.ops import paged
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.inference import adapters, sampled_tokens
+from megatron.inference import sampled_tokens
 from megatron.inference.engine import Engine
 from megatron.inference.requests import GenerationReply
 from tests.gpu.test_waits import no_wait
@@ -102,7 +103,7 @@ def test_a_step_of_launched_kernels_waits_for_nothing_either() -> None:
 
 
 @pytest.mark.parametrize(
-    "upload", [adapters._upload_adapter_numbers, sampled_tokens._upload_indices], ids=["adapters", "rows"]
+    "upload", [serving._upload_adapter_numbers, sampled_tokens._upload_indices], ids=["adapters", "rows"]
 )
 def test_numbers_go_to_the_device_without_a_wait(upload: Callable[[list[int], torch.device], torch.Tensor]) -> None:
     with no_wait(), HostReads() as reads:

@@ -3,13 +3,14 @@
 A rule is a function from the files of a tree to its offences: path, line, what is wrong and what to do. The table RULES
 at the end names them all; `tests/test_architecture.py` runs them over the repository.
 
-    layer 12  tools/  examples/
-    layer 11  megatron/verify/
-    layer 10  megatron/plan/
-    layer 9   pretrain_*.py  finetune.py  train_rl.py  tasks/
-    layer 8   megatron/rl/  megatron/preference/
-    layer 7   megatron/evaluation/
-    layer 6   megatron/training/  megatron/inference/
+    layer 13  tools/  examples/
+    layer 12  megatron/verify/
+    layer 11  megatron/plan/
+    layer 10  pretrain_*.py  finetune.py  train_rl.py  tasks/
+    layer 9   megatron/rl/  megatron/preference/
+    layer 8   megatron/evaluation/
+    layer 7   megatron/training/  megatron/inference/
+    layer 6   megatron/adapters/
     layer 5   core/models/, and above it core/families/
     layer 4   core/transformer/  core/optimizer/
     layer 3   core/{tensor,context,pipeline}_parallel/  core/distributed/  core/dist_checkpointing/  core/datasets/
@@ -45,6 +46,7 @@ LAYERS = (
     ("core/transformer", "core/optimizer"),
     ("core/models",),
     ("core/families",),
+    ("adapters",),
     ("training", "inference"),
     ("evaluation",),
     ("rl", "preference"),  # reward models score answers

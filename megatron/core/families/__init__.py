@@ -24,8 +24,5 @@ hf.py                 Hugging Face folders: a Source of our names, and the way b
 hf_export.py          a Hugging Face folder, written a tensor at a time
 tokenizer_files.py    which tokenizer a folder's files make
 image_processor.py    how a folder's images become tiles
-peft.py               adapters in PEFT's folders; peft_config.py: their settings, peft_mapping.py: names of matrices,
-peft_factors.py       their factors as ours; peft_saved.py: parameters that they hold whole; peft_export.py: the way back
-adapter_set.py        adapters in memory, and a network with adapters merged into its weights
 megatron/             Megatron-LM's own checkpoints
 """

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from megatron.adapters.files import LoadedAdapter
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.adapter_set import LoadedAdapter
 from megatron.core.tokenizers.generation_config import GenerationDefaults
 from megatron.inference.engine import Engine
 from megatron.inference.requests import TokenLogprob

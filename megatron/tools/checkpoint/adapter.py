@@ -18,19 +18,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.flags.declare import ConfigError, config_to_flat_dict
-from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
-from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.families.adapter_set import (
+from megatron.adapters.files import (
     BASE,
     InMemoryAdapterSource,
     LoadedAdapter,
     MergedAdapterSource,
     read_native_adapter_checkpoint,
 )
+from megatron.adapters.peft_export import write_peft_folder
+from megatron.core.config.flags.declare import ConfigError, config_to_flat_dict
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
+from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
+from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families.hf import is_hf_checkpoint
-from megatron.core.families.peft_export import write_peft_folder
 from megatron.core.families.registry import model_config_from_settings
 from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.tools.checkpoint.export import DTYPES

@@ -16,6 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.adapters import peft
+from megatron.adapters.files import (
+    BASE,
+    OUTPUT_LAYER,
+    LoadedAdapter,
+    read_native_adapter_checkpoint,
+    require_adapters_fit_network,
+)
+from megatron.adapters.peft_config import CONFIG
 from megatron.core.config.adapters import (
     WHOLE,
     is_adapter_parameter,
@@ -30,16 +39,7 @@ from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.sharded_state import Tree
 from megatron.core.dist_checkpointing.source import CheckpointSource, ShapeAndDtype
 from megatron.core.dist_checkpointing.state_hooks import StateHooks
-from megatron.core.families import peft
-from megatron.core.families.adapter_set import (
-    BASE,
-    OUTPUT_LAYER,
-    LoadedAdapter,
-    read_native_adapter_checkpoint,
-    require_adapters_fit_network,
-)
 from megatron.core.families.hf import hf_model_name_or_path, hf_vocabulary_rows
-from megatron.core.families.peft_config import CONFIG
 from megatron.core.parallel import collectives
 from megatron.core.parallel.box_hash import box_hash
 from megatron.core.parallel.boxes import Box, whole_box

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megatron.adapters.files import InMemoryAdapterSource
 from megatron.core.config.adapters import is_adapter_parameter
 from megatron.core.config.flags.declare import config_to_flat_dict, flag_name
 from megatron.core.config.settings.run import RunConfig
@@ -34,7 +35,6 @@ from megatron.core.dist_checkpointing.saver import CheckpointSaver, SaveOutcome,
 from megatron.core.dist_checkpointing.sharded_state import Tree, add_sharded_tensor, sharded_optimizer_state
 from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.dist_checkpointing.state_hooks import MissingWeights, StateHooks, UnusedWeights
-from megatron.core.families.adapter_set import InMemoryAdapterSource
 from megatron.core.optimizer.schedule import OptimizerParamSchedule, resolve_resumed_schedule
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import tokenizer_fingerprint_fields

@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from megatron.adapters import peft
+from megatron.adapters.files import LoadedAdapter, read_native_adapter_checkpoint
+from megatron.adapters.peft_config import CONFIG
+from megatron.adapters.peft_export import write_peft_folder
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families import hf, peft
-from megatron.core.families.adapter_set import LoadedAdapter, read_native_adapter_checkpoint
-from megatron.core.families.peft_config import CONFIG
-from megatron.core.families.peft_export import write_peft_folder
+from megatron.core.families import hf
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.spec import param_spec_of
 from megatron.tools import check_config

@@ -17,12 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron.adapters import peft
+from megatron.adapters.files import LinearLoraWeights, LoadedAdapter, planned_adapters
+from megatron.adapters.peft_config import _HARMLESS, CONFIG
+from megatron.adapters.peft_export import write_peft_folder
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families import hf, peft
-from megatron.core.families.adapter_set import LinearLoraWeights, LoadedAdapter, planned_adapters
-from megatron.core.families.peft_config import _HARMLESS, CONFIG
-from megatron.core.families.peft_export import write_peft_folder
+from megatron.core.families import hf
 from megatron.core.families.registry import model_config_from_settings
 from megatron.core.parallel.spec import param_spec_of
 from megatron.tools.checkpoint import adapter as tool

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.adapters.files import LinearLoraWeights, LoadedAdapter
 from megatron.core.config.adapters import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.plan.layers import network_layer_plans
@@ -16,7 +17,6 @@ from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.adapter_set import LinearLoraWeights, LoadedAdapter
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.inference.engine import Engine

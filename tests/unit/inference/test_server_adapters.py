@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `server` brings it")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
 
+from megatron.adapters.files import LoadedAdapter
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.adapter_set import LoadedAdapter
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.inference.engine import Engine
 from megatron.inference.requests import GenerationRequest

@@ -25,17 +25,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron.adapters.files import LinearLoraWeights, LoadedAdapter
+from megatron.adapters.peft_config import CONFIG, PeftConfig, read_peft_config
+from megatron.adapters.peft_factors import ConvertedTensors, add_adapters
+from megatron.adapters.peft_mapping import PeftMatrixMapping
+from megatron.adapters.peft_saved import add_whole_parameters
 from megatron.core.config.adapters import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.flags.bounded_regex import RegexError
 from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.adapter_set import LinearLoraWeights, LoadedAdapter
-from megatron.core.families.peft_config import CONFIG, PeftConfig, read_peft_config
-from megatron.core.families.peft_factors import ConvertedTensors, add_adapters
-from megatron.core.families.peft_mapping import PeftMatrixMapping
-from megatron.core.families.peft_saved import add_whole_parameters
 from megatron.core.families.registry import fitting_families
 
 WEIGHTS, OLDER_WEIGHTS, PREFIX = "adapter_model.safetensors", "adapter_model.bin", "base_model.model."

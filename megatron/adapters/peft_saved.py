@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from megatron.core.families.peft_config import PeftConfig
-from megatron.core.families.peft_factors import WRAPPED, ConvertedTensors
-from megatron.core.families.peft_mapping import PeftMatrixMapping
+from megatron.adapters.peft_config import PeftConfig
+from megatron.adapters.peft_factors import WRAPPED, ConvertedTensors
+from megatron.adapters.peft_mapping import PeftMatrixMapping
 from megatron.core.models.parameter_names import VOCABULARY, WORD_EMBEDDING
 
 # Further copies of a saved embedding, which PEFT writes where tokens were added and passes over when it loads.

@@ -17,17 +17,17 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from megatron.adapters.files import LinearLoraWeights, LoadedAdapter
+from megatron.adapters.peft import PREFIX, WEIGHTS
+from megatron.adapters.peft_config import CONFIG
+from megatron.adapters.peft_mapping import PeftMatrixMapping
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.adapter_set import LinearLoraWeights, LoadedAdapter
 from megatron.core.families.config_json import architectures_of
 from megatron.core.families.hf import CONFIG_FILE, write_json
 from megatron.core.families.hf_export import folder_written_whole
 from megatron.core.families.parameter_mapping import Family
-from megatron.core.families.peft import PREFIX, WEIGHTS
-from megatron.core.families.peft_config import CONFIG
-from megatron.core.families.peft_mapping import PeftMatrixMapping
 from megatron.core.families.registry import config_of_language_model, fitting_families
 from megatron.core.families.tokenizer_files import read_json_or_empty
 from megatron.core.models.parameter_names import WORD_EMBEDDING

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.adapters.files import InMemoryAdapterSource, LoadedAdapter
 from megatron.core.config.adapters import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.plan.layers import LayerPlan, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.adapter_set import InMemoryAdapterSource, LoadedAdapter
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import device as devices
 from megatron.core.parallel.spec import local_shape, local_shard_boxes, param_spec_of

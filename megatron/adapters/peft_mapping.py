@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron.adapters.files import MERGED_ONLY
 from megatron.core.config.adapters import LinearShape, layer_module_path, linear_shapes_of_layer
 from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
-from megatron.core.families.adapter_set import MERGED_ONLY
 from megatron.core.families.parameter_mapping import Family, ParameterMapping
 from megatron.core.families.registry import fitting_family
 from megatron.core.models.describe import global_parameter_shapes

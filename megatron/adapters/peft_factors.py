@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatron.core.families.adapter_set import LinearLoraWeights
-from megatron.core.families.peft_config import CONFIG, FIRST_WITH_EXPERT_ROWS, SWAPS_TRANSPOSED_EXPERTS, PeftConfig
-from megatron.core.families.peft_mapping import ExpertParameter, PeftMatrixMapping
+from megatron.adapters.files import LinearLoraWeights
+from megatron.adapters.peft_config import CONFIG, FIRST_WITH_EXPERT_ROWS, SWAPS_TRANSPOSED_EXPERTS, PeftConfig
+from megatron.adapters.peft_mapping import ExpertParameter, PeftMatrixMapping
 from megatron.core.models.parameter_names import VOCABULARY
 
 WRAPPED = ".base_layer"  # a module under an adapter, or under the adapter of another parameter of it
