@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.core.config.mixers.gated_delta_net import DeltaNetSizes  # noqa: E402
+from megatron.core.config.mixers.mamba import MambaSizes  # noqa: E402
 from megatron.core.kernels.ops.mask import AttentionMaskSpec  # noqa: E402
 from megatron.core.parallel.rng import materialize_parameters  # noqa: E402
 from megatron.core.parallel.spec import set_global_param_names  # noqa: E402
 from megatron.core.transformer.context.forward_context import ForwardContext  # noqa: E402
-from megatron.core.transformer.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet  # noqa: E402
-from megatron.core.transformer.mixers.mamba import MambaMixer, MambaSizes  # noqa: E402
+from megatron.core.transformer.mixers.gated_delta_net import GatedDeltaNet  # noqa: E402
+from megatron.core.transformer.mixers.mamba import MambaMixer  # noqa: E402
 from tests.helpers import tiny  # noqa: E402
 
 HIDDEN, HEADS, SIZE, GROUPS, STATE, KEY_HEADS = 256, 8, 64, 2, 64, 4

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.config.mixers.gated_delta_net import DeltaNetSizes
+from megatron.core.config.mixers.mamba import MambaSizes
 from megatron.core.config.settings.model import ModelConfig, PositionConfig
 from megatron.core.context_parallel.head_exchange import HeadExchange
 from megatron.core.context_parallel.sequence_sharded_kernels import SequenceShardedKernels
@@ -22,8 +24,8 @@ from megatron.core.transformer.blocks import Block
 from megatron.core.transformer.context import rope
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.mixers import gated_delta_net, mamba
-from megatron.core.transformer.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet
-from megatron.core.transformer.mixers.mamba import GatedNorm, MambaMixer, MambaSizes
+from megatron.core.transformer.mixers.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.mixers.mamba import GatedNorm, MambaMixer
 from megatron.core.transformer.sublayers import MultipliedMamba
 from tests.parity.defect import Defect, sum_replicated_but
 

@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron.core.config.mixers.gated_delta_net import DeltaNetSizes
+from megatron.core.config.mixers.mamba import MambaSizes
 from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.config.settings.multipliers import MultiplierConfig
 from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext, multiply_unless_one
 from megatron.core.transformer.context.rope import RotaryTable
 from megatron.core.transformer.mixers.attention import SelfAttention
-from megatron.core.transformer.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet
-from megatron.core.transformer.mixers.mamba import MambaMixer, MambaSizes
+from megatron.core.transformer.mixers.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.mixers.mamba import MambaMixer
 from megatron.core.transformer.mixers.mla import MultiLatentAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.config.mixers.gated_delta_net import DeltaNetSizes
+from megatron.core.config.mixers.mamba import MambaSizes
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import sublayers
-from megatron.core.transformer.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet
-from megatron.core.transformer.mixers.mamba import MambaMixer, MambaSizes
+from megatron.core.transformer.mixers.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.mixers.mamba import MambaMixer
 from megatron.inference import recurrent_states
 from megatron.inference.requests import GenerationReply
 from tests.helpers import tiny

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.config.mixers.gated_delta_net import DeltaNetSizes
+from megatron.core.config.mixers.mamba import MambaSizes
 from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.parallel import collectives
@@ -16,8 +18,8 @@ from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.parallel.spec import local_shard_boxes, param_spec_of, set_global_param_names
 from megatron.core.transformer.context.cache import Mix, MixerState
 from megatron.core.transformer.context.forward_context import ForwardContext
-from megatron.core.transformer.mixers.gated_delta_net import DeltaNetSizes, GatedDeltaNet
-from megatron.core.transformer.mixers.mamba import MambaMixer, MambaSizes
+from megatron.core.transformer.mixers.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.mixers.mamba import MambaMixer
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
 
