@@ -49,15 +49,8 @@ class SequenceSpan:
 
 
 def cached_heads_and_sizes(model: ModelConfig, plan: LayerPlan, tensor_size: int) -> tuple[tuple[int, int], ...]:
-    """Return (heads, head size) of what a layer caches of a token on one rank: of keys and of values, or of MLA's one
-    latent vector. Empty for a layer without attention.
-    """
-    if not plan.has_attention:  # it has a state, or nothing
-        return ()
-    if plan.mixer == "mla":
-        return ((1, model.mla.kv_lora_rank + model.mla.qk_pos_emb_head_dim),)
-    heads = max(1, model.num_query_groups // tensor_size)
-    return ((heads, model.kv_channels), (heads, model.kv_channels))
+    """Return (heads, head size) of everything that a layer caches of a token on one rank; empty without attention."""
+    return tuple(pair for mixer in plan.mixers for pair in mixer.cached_heads(model, tensor_size))
 
 
 def cache_bytes_per_token(

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.transformer.context.cache import Mix, MixerState, StatefulMixer
-from megatron.core.transformer.mixers.gated_delta_net import GatedDeltaNet
-from megatron.core.transformer.mixers.mamba import MambaMixer
 
 _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BLANK, NOWHERE, _FIRST = 0, 1, 2
@@ -41,7 +39,7 @@ class StateReadWriteSlots:
 
 def stateful_mixers(stages: Iterable[nn.Module]) -> list[StatefulMixer]:
     """Return the mixers of these stages that keep a recurrent state, in order."""
-    return [module for stage in stages for module in stage.modules() if isinstance(module, (MambaMixer, GatedDeltaNet))]
+    return [module for stage in stages for module in stage.modules() if isinstance(module, StatefulMixer)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.config.plan.layers import StageSpec
+from megatron.core.config.settings.optim import BYTES
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.models.flops import (
-    BYTES,
     estimate_memory_by_pipeline_rank,
     flops_per_image,
     flops_per_sample,

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, islice
 
 from megatron.core.config.plan.layers import LayerPlan
+from megatron.core.config.settings.optim import BYTES
 from megatron.core.config.settings.run import RecomputeConfig, RunConfig
-from megatron.core.models.flops import BYTES
 from megatron.plan.cost import rank_time
 from megatron.plan.hardware import Hardware
 from megatron.plan.simulate.trace import StepEvent, Trace

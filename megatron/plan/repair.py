@@ -25,6 +25,7 @@ from functools import cache, reduce
 from typing import Any, Literal, get_args, get_origin
 
 from megatron.core.config.flags.declare import flag_fields, flag_name, flag_spellings
+from megatron.core.config.plan.pattern import suggested_hybrid_patterns
 from megatron.core.config.settings.data import (
     DataConfig,
     DataFiles,
@@ -33,7 +34,6 @@ from megatron.core.config.settings.data import (
     SFTDataConfig,
     TokenizerConfig,
 )
-from megatron.core.config.settings.hybrid import SYMBOLS, suggested_hybrid_patterns
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig, PositionConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
@@ -367,7 +367,7 @@ def candidate_edits(setting: RunSetup, one: BrokenRule, name: str) -> list[FlagE
         value for value in [*_candidate_values(flag.kind, before, numbers), flag.default] if value != before
     )
     if name == "hybrid_layer_pattern" and before:
-        near = suggested_hybrid_patterns(before, SYMBOLS, setting.config.parallel.pp)
+        near = suggested_hybrid_patterns(before, setting.config.parallel.pp)
         values |= {one: None for one in near if one != before}
     example = before is None and name in EXAMPLES
     if example:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron.core.config.plan.stages import stage_specs_of_run
+from megatron.core.config.settings.optim import BYTES
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.models.flops import BYTES, estimate_memory_by_pipeline_rank
+from megatron.core.models.flops import estimate_memory_by_pipeline_rank
 from megatron.preference.settings import PreferenceConfig, reference_checkpoint_path
 
 

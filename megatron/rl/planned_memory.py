@@ -12,8 +12,9 @@ import yaml
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.inference import MOST_CACHE_BYTES
+from megatron.core.config.settings.optim import BYTES
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.models.flops import BYTES, RankMemory, estimate_memory_by_pipeline_rank
+from megatron.core.models.flops import RankMemory, estimate_memory_by_pipeline_rank
 from megatron.rl.algorithms import ALGORITHMS
 from megatron.rl.settings import RLConfig, generation_run_config, reference_checkpoint_path
 

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.config.flags.declare import ConfigError, config_from_namespace, raise_config_error_if
+from megatron.core.config.mixers.table import recurrent_mixers
+from megatron.core.config.plan.network import unused_kernel_ops
 from megatron.core.config.settings.parallel import can_exchange_heads
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import check_save_folder_writable
@@ -186,14 +188,15 @@ def _make_timers(config: RunConfig, mesh: Mesh) -> Timers:
 
 def _print_recurrent_cp_method(run: RunContext) -> None:
     """Print by which method layers with a recurrent state process sequences sharded over context ranks, and why."""
-    parallel, hybrid = run.config.parallel, run.config.model.hybrid
+    parallel, model = run.config.parallel, run.config.model
     size, ways = parallel.context_parallel_size, []
-    for mixer in sorted(run.config.model.stateful_mixer_kinds) if size > 1 else ():
-        heads, groups = (count // parallel.tp for count in hybrid.state_heads_and_groups(mixer))
+    for mixer in recurrent_mixers(model) if size > 1 else ():
+        counts = mixer.counts(model)
+        heads, groups = counts.heads // parallel.tp, counts.groups // parallel.tp
         divides = can_exchange_heads(size, heads, groups)
         way = "states" if parallel.state_comm_type == "states" or not divides else "a2a"
         why = "" if divides else f", since they do not divide {heads} heads in {groups} groups"
-        ways.append(f"{mixer} by {way}{why}")
+        ways.append(f"{mixer.name} by {way}{why}")
     if ways:
         run.print_rank_0(
             f"states over {size} context ranks: {', '.join(ways)} (--state-comm-type {parallel.state_comm_type})"
@@ -244,7 +247,8 @@ def _print_startup_summary(run: RunContext) -> None:
         if config.train.calculate_per_token_loss
         else "loss of a step: the mean of the micro batches' means, as Megatron's (--no-calculate-per-token-loss)"
     )
-    rows = (row for row in run.kernels.report if row[0] not in config.model.unused_kernel_ops)
+    idle = unused_kernel_ops(config.model)
+    rows = (row for row in run.kernels.report if row[0] not in idle)
     kernels = ", ".join(f"{op} by {name}{f' (not {why})' if why else ''}" for op, name, why in rows)
     run.print_rank_0(f"kernels: {kernels}")
     _print_recurrent_cp_method(run)

@@ -26,6 +26,8 @@ from typing import Any, Literal
 import torch
 
 from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.plan.network import unused_kernel_ops
+from megatron.core.config.settings.optim import BYTES
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.data_splits import MOCK_PREFIX, plan_data_splits
 from megatron.core.datasets.indexed import bin_path, idx_path
@@ -34,7 +36,7 @@ from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError,
 from megatron.core.kernels.choice.kernel_check import TOLERANCE, try_chosen_kernels, try_usable_kernels
 from megatron.core.kernels.choice.table import KernelRequirements, Kernels, kernel_request_flag
 from megatron.core.models.describe import count_parameters
-from megatron.core.models.flops import BYTES, training_state_bytes_per_param
+from megatron.core.models.flops import training_state_bytes_per_param
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import device_name, free_and_total_memory, synchronize
 from megatron.core.parallel.mesh import Axis, Mesh
@@ -152,7 +154,7 @@ def diagnose_kernel_choice(subject: DoctorContext) -> list[DoctorFinding]:
     return [
         DoctorFinding("kernels", "OK", f"{op} by {name}" + (f"; not by {why}" if why else ""))
         for op, name, why in subject.kernels.report
-        if op not in subject.config.model.unused_kernel_ops
+        if op not in unused_kernel_ops(subject.config.model)
     ]
 
 

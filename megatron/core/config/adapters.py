@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Protocol
 
+from megatron.core.config.mixers.mixer import LinearShape, Mixer
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 
@@ -50,12 +51,8 @@ class LayerStructure(Protocol):
         """Number of the layer, from 0."""
 
     @property
-    def mixer(self) -> str:
-        """Kind of sequence mixer: attention, mla, mamba, gated_delta_net or none."""
-
-    @property
-    def parallel_mixer(self) -> str:
-        """Kind of a second mixer in parallel to the first: mamba or none."""
+    def mixers(self) -> Sequence[Mixer]:
+        """Its one or two kinds of sequence mixers, of which the second runs in parallel to the first."""
 
     @property
     def has_cross_attention(self) -> bool:
@@ -64,28 +61,6 @@ class LayerStructure(Protocol):
     @property
     def mlp(self) -> str:
         """Kind of MLP: dense, moe or none."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinearShape:
-    """Input size of a linear layer, and its fused output parts, (name, size) each; an unfused one has one part, ""."""
-
-    inputs: int
-    parts: tuple[tuple[str, int], ...]
-
-    @property
-    def outputs(self) -> int:
-        """Size of the whole output."""
-        return sum(size for _, size in self.parts)
-
-    def row_offset_and_count_of_part(self, part: str) -> tuple[int, int]:
-        """Return first row and number of rows of a part of the matrix; of all rows for ""."""
-        first = 0
-        for name, size in self.parts if part else ():
-            if name == part:
-                return first, size
-            first += size
-        return 0, self.outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +78,9 @@ class AdapterPlan:
 
 def linear_shapes_of_layer(model: ModelConfig, plan: LayerStructure) -> dict[str, LinearShape]:
     """Return the shape of every linear layer of a transformer layer, by its path in the layer."""
-    result = _MIXERS[plan.mixer](model) | _MIXERS[plan.parallel_mixer](model)
+    result = {
+        f"{mixer.module}.{name}": shape for mixer in plan.mixers for name, shape in mixer.linear_shapes(model).items()
+    }
     hidden = model.hidden_size
     if plan.has_cross_attention:
         result["cross_attention.linear_q"] = LinearShape(hidden, (("", model.query_projection_width),))
@@ -121,71 +98,6 @@ def linear_shapes_of_layer(model: ModelConfig, plan: LayerStructure) -> dict[str
         result[f"{path}.linear_fc1"] = LinearShape(hidden, parts)
         result[f"{path}.linear_fc2"] = LinearShape(width, (("", hidden),))
     return result
-
-
-def _attention_linear_layers(model: ModelConfig) -> dict[str, LinearShape]:
-    gate = (("gate", model.query_projection_width),) if model.attention_output_gate else ()
-    heads = (
-        ("q", model.query_projection_width),
-        *gate,
-        ("k", model.key_projection_width),
-        ("v", model.key_projection_width),
-    )
-    return {
-        "self_attention.linear_qkv": LinearShape(model.hidden_size, heads),
-        "self_attention.linear_proj": LinearShape(model.query_projection_width, (("", model.hidden_size),)),
-    }
-
-
-def _mla_linear_layers(model: ModelConfig) -> dict[str, LinearShape]:
-    mla, heads, hidden = model.mla, model.num_attention_heads, model.hidden_size
-    query = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
-    sizes = {"linear_q_proj": (hidden, query)}
-    if mla.q_lora_rank is not None:
-        sizes = {"linear_q_down_proj": (hidden, mla.q_lora_rank), "linear_q_up_proj": (mla.q_lora_rank, query)}
-    sizes |= {
-        "linear_kv_down_proj": (hidden, mla.kv_lora_rank + mla.qk_pos_emb_head_dim),
-        "linear_kv_up_proj": (mla.kv_lora_rank, heads * (mla.qk_head_dim + mla.v_head_dim)),
-        "linear_proj": (heads * mla.v_head_dim, hidden),
-    }
-    return {
-        f"self_attention.{name}": LinearShape(inputs, (("", outputs),)) for name, (inputs, outputs) in sizes.items()
-    }
-
-
-def _mamba_linear_layers(model: ModelConfig) -> dict[str, LinearShape]:
-    hybrid = model.hybrid
-    heads = hybrid.mamba_num_heads or 0
-    inner, shared = heads * hybrid.mamba_head_dim, hybrid.mamba_num_groups * hybrid.mamba_state_dim
-    parts = (("z", inner), ("x", inner), ("B", shared), ("C", shared), ("dt", heads))
-    return _in_and_out_projection_shapes(model, "mixer", parts, inner)
-
-
-def _delta_net_linear_layers(model: ModelConfig) -> dict[str, LinearShape]:
-    hybrid = model.hybrid
-    keys = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim
-    values, heads = hybrid.linear_num_value_heads * hybrid.linear_value_head_dim, hybrid.linear_num_value_heads
-    parts = (("q", keys), ("k", keys), ("v", values), ("z", values), ("b", heads), ("a", heads))
-    return _in_and_out_projection_shapes(model, "self_attention", parts, values)
-
-
-def _in_and_out_projection_shapes(
-    model: ModelConfig, name: str, parts: tuple[tuple[str, int], ...], width: int
-) -> dict[str, LinearShape]:
-    """Return the shapes of in_proj, with these output parts, and out_proj, with this input width, of the mixer `name`."""
-    return {
-        f"{name}.in_proj": LinearShape(model.hidden_size, parts),
-        f"{name}.out_proj": LinearShape(width, (("", model.hidden_size),)),
-    }
-
-
-_MIXERS: Mapping[str, Callable[[ModelConfig], dict[str, LinearShape]]] = {
-    "attention": _attention_linear_layers,
-    "mla": _mla_linear_layers,
-    "mamba": _mamba_linear_layers,
-    "gated_delta_net": _delta_net_linear_layers,
-    "none": lambda model: {},
-}
 
 
 def layer_module_path(model: ModelConfig, plan: LayerStructure) -> str:

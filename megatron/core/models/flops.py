@@ -25,8 +25,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from megatron.core.config.adapters import EXPERTS, linear_shapes_of_layer
+from megatron.core.config.mixers.table import MIXERS, attention_of, mixer_beside_attention
 from megatron.core.config.plan.layers import LayerPlan, StageSpec, all_layer_plans, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig
+from megatron.core.config.settings.optim import BYTES
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.config.vision import vision_encoder_config
 from megatron.core.models.describe import RankParameterCounts, WeightShardCounts, count_rank_parameters
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.rule import UpdateRule
 
 AttentionCount = Literal["causal", "square"]
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Of a code, an 8-bit scale for 64 of them, and a mean and a step for 256 scales (kernels/low_precision/weight_blocks.py).
 QUANTIZED_BYTES = {name: bits / 8 + 1 / 64 + 8 / (64 * 256) for name, bits in (("nf4", 4), ("int8", 8))}
 
@@ -65,7 +66,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, count: AttentionCount =
     """Return the forward and backward FLOPs of one token in a sequence of `seq_length` tokens. count: see the module."""
     flow, plans = gradient_flow(model), all_layer_plans(model)
     layers = sum(
-        one.matrices + one.passes * _mixer_forward_flops(model, plan, keys)
+        one.matrices + one.passes * sum(mixer.forward_flops_per_token(model, keys) for mixer in plan.mixers)
         for one, plan, keys in zip(
             flow.layers, plans, _mean_visible_keys_by_layer(model, seq_length, count), strict=True
         )
@@ -210,92 +211,30 @@ def estimate_memory_by_pipeline_rank(
 
 
 def layer_activation_bytes_per_token(
-    config: RunConfig, *, recomputes: bool = True, mlp: str = "dense", mixer: str = "attention"
+    config: RunConfig, *, recomputes: bool = True, mlp: str = "dense", mixer: str | None = None
 ) -> float:
     """Return the bytes per token that a rank saves for the backward pass of one layer.
 
     recomputes: False ignores full recomputation, as for layers that it does not cover. mlp: dense, moe (with even
-    expert loads) or none. mixer: attention, mla, mamba, gated_delta_net or none.
+    expert loads) or none. mixer: a row of `MIXERS`, or none; left out: the network's attention.
     """
     model, t = config.model, config.parallel.tp
     size, h = BYTES[config.precision.param_dtype_name], model.hidden_size
-    q, f = model.query_projection_width // t, model.ffn_hidden_size // t
-    k = max(model.key_projection_width // t, model.kv_channels)  # with more ranks than key heads each holds one head
-    recompute = config.recompute
+    f, recompute = model.ffn_hidden_size // t, config.recompute
     sequence_shards = t if config.parallel.sequence_parallel else 1
     if recomputes and recompute.recompute_granularity == "full":
         return size * h / (t if recompute.distribute_saved_activations else sequence_shards)
-    recomputed = _recomputed_modules(config)
+    recomputed = recompute.selected_modules
     layer_inputs = 2 * size * h + (2 * h if model.hidden_dropout > 0 else 0)  # inputs of both norms, two dropout masks
     layer_inputs += 0 if "layernorm" in recomputed else 2 * size * h  # their outputs: the inputs of both sublayers
-    attention = _mla_activation_bytes_per_token(config) if model.mla.multi_latent_attention else size * (q + 2 * k + q)
-    attention += _attention_score_bytes_per_token(config)
     mlp_bytes: float = 0 if mlp == "none" or "mlp" in recomputed else size * f * (3 if model.has_gated_mlp else 2)
     if mlp == "moe":
         mlp_bytes = size * _moe_activation_elements(model, WeightShardCounts.from_parallel(config.parallel), recomputed)
     halves = (mixer != "none") + (mlp != "none")  # each with its norm
-    if mixer not in ("attention", "mla"):
-        attention = _ssm_activation_bytes_per_token(config, mixer)
-    if model.hybrid.parallel_mamba:
-        attention += _ssm_activation_bytes_per_token(config, "mamba")
-    return layer_inputs * halves / 2 / sequence_shards + attention + mlp_bytes
-
-
-def _attention_score_bytes_per_token(config: RunConfig) -> float:
-    """Return the bytes per token of saved attention scores; 0 unless the unfused kernel runs without recomputation."""
-    model, size = config.model, BYTES[config.precision.param_dtype_name]
-    if model.attention_backend not in ("unfused", "local") or "core_attn" in _recomputed_modules(config):
-        return 0.0
-    heads = model.num_attention_heads // config.parallel.tp * config.train.seq_length
-    return heads * (size + (size + 1 if model.attention_dropout > 0 else 0))
-
-
-def _ssm_activation_bytes_per_token(config: RunConfig, mixer: str) -> float:
-    """Return the bytes per token that the backward pass of Mamba-2 or a gated delta net needs beside its input.
-
-    Convolution: its input, output and SiLU of it. Scan and gated norm: in fp32 or wider, with copies of half-precision
-    tensors. Scans keep a state every 512 tokens.
-    """
-    model, size = config.model, BYTES[config.precision.param_dtype_name]
-    if mixer == "none":
-        return 0.0
-    first, last = linear_shapes_of_layer(
-        model, replace(network_layer_plans(model)[0], mixer=mixer, parallel_mixer="none", mlp="none")
-    ).values()
-    hybrid, (channels, state), wide = model.hybrid, _conv_channels_and_state_size(model, mixer), max(4, size)
-    half = size < wide
-    # In half precision the gate is copied, and the projection is not needed; else the gate is a view that keeps all of it.
-    kept = size * (3 * channels + last.inputs + (0 if half else first.outputs))
-    if mixer == "mamba":
-        widened = (6 if half else 4) * last.inputs + 2 * (hybrid.mamba_num_heads or 0)
-    else:
-        keys = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim
-        widened = (5 if half else 4) * last.inputs + (4 if half else 2) * keys
-        widened += 5 * hybrid.linear_num_value_heads + 2 * hybrid.linear_num_key_heads
-    spans = max(0, -(-config.train.seq_length // 512) - 1)  # of which each but the first begins with a state
-    return (kept + wide * (widened + state * spans / config.train.seq_length)) / config.parallel.tp
-
-
-def _recomputed_modules(config: RunConfig) -> frozenset[str]:
-    """Return the modules that selective recomputation recomputes in the backward pass."""
-    selective = config.recompute.recompute_granularity == "selective"
-    return frozenset(config.recompute.recompute_modules or ()) if selective else frozenset()
-
-
-def _mla_activation_bytes_per_token(config: RunConfig) -> float:
-    """Return the bytes per token that the backward pass of latent attention needs on a rank, beside its input."""
-    mla, t, recomputed = config.model.mla, config.parallel.tp, set(config.recompute.recompute_modules or ())
-    # before and after their norms
-    latents = ((mla.q_lora_rank or 0) + mla.kv_lora_rank) * (2 if config.model.qk_layernorm else 1)
-    # Values are views of the projection that keys come from, and keep it alive.
-    query, query_bytes = (width // t for width in _query_and_value_widths(config.model))
-    projections = 2 * query + config.model.num_attention_heads // t * (mla.qk_head_dim + mla.v_head_dim)
-    saved = (
-        latents / (t if config.parallel.sequence_parallel else 1)
-        + query_bytes
-        + (0 if "mla_up_proj" in recomputed else projections)
-    )
-    return BYTES[config.precision.param_dtype_name] * saved
+    # A mixer beside attention is in every layer, and adds its own tensors.
+    kinds = (attention_of(model).name if mixer is None else mixer, mixer_beside_attention(model))
+    mixed = sum(MIXERS[name].saved_bytes_per_token(config) for name in kinds if name != "none")
+    return layer_inputs * halves / 2 / sequence_shards + mixed + mlp_bytes
 
 
 def _peak_activation_bytes(
@@ -358,7 +297,7 @@ def _logit_bytes_per_token(model: ModelConfig, t: int, tokens: int, heads: int) 
 def _relative_layer_memory(config: RunConfig, plan: LayerPlan) -> float:
     """Activation memory of a layer in units of one dense layer of --seq-length tokens; cross attention counts 0.5."""
     train = config.train
-    if "none" in (plan.mixer, plan.mlp) or plan.mixer not in ("attention", "mla"):
+    if plan.mlp == "none" or not plan.has_attention:
         return layer_activation_bytes_per_token(
             config, mlp=plan.mlp, mixer=plan.mixer
         ) / layer_activation_bytes_per_token(config)
@@ -391,34 +330,6 @@ def active_matrix_params(model: ModelConfig, plan: LayerPlan) -> int:
     return elements + (model.hidden_size * (moe.num_experts_or_zero + moe.moe_shared_expert_gate) if routed else 0)
 
 
-def _mixer_forward_flops(model: ModelConfig, plan: LayerPlan, keys: float) -> float:
-    """Return the FLOPs per token of the forward pass of a layer's mixers, without their weight matrices: attention
-    scores, scans and convolutions. keys: how many a query sees on average.
-
-    A scan costs 7 per element of the state, and a convolution 2 per tap and channel.
-    """
-    flops = 0.0
-    for mixer in plan.mixer_kinds:
-        if mixer in ("attention", "mla"):
-            flops += 2 * sum(_query_and_value_widths(model)) * keys
-        else:
-            widths, state = _conv_channels_and_state_size(model, mixer)
-            taps = 4 if mixer == "mamba" else model.hybrid.linear_conv_kernel_dim
-            flops += 2 * taps * widths + 7 * state
-    return flops
-
-
-def _conv_channels_and_state_size(model: ModelConfig, mixer: str) -> tuple[int, int]:
-    """Return the number of channels of a mixer's convolution, and of elements of its state."""
-    hybrid = model.hybrid
-    if mixer == "mamba":
-        inner = (hybrid.mamba_num_heads or 0) * hybrid.mamba_head_dim
-        return inner + 2 * hybrid.mamba_num_groups * hybrid.mamba_state_dim, inner * hybrid.mamba_state_dim
-    keys = hybrid.linear_num_key_heads * hybrid.linear_key_head_dim
-    values = hybrid.linear_num_value_heads * hybrid.linear_value_head_dim
-    return 2 * keys + values, values * hybrid.linear_key_head_dim
-
-
 def _mean_visible_keys_by_layer(model: ModelConfig, length: int, count: AttentionCount) -> list[float]:
     """Return the average number of keys that a query sees, for every layer. Only the causal count considers windows."""
     windows = [plan.window for plan in all_layer_plans(model)]
@@ -444,11 +355,3 @@ def _moe_activation_elements(model: ModelConfig, split: WeightShardCounts, recom
     row = model.hidden_size + width * (made + (0 if "moe_act" in recomputed else between))
     shared = (moe.moe_shared_expert_intermediate_size or 0) / split.tensor * (made + between - 1)
     return moe.moe_router_topk * split.widths / split.tensor * row + (0.0 if "shared_experts" in recomputed else shared)
-
-
-def _query_and_value_widths(model: ModelConfig) -> tuple[int, int]:
-    """Return the total width of all query heads, and of all value heads."""
-    mla, heads = model.mla, model.num_attention_heads
-    if not mla.multi_latent_attention:
-        return model.query_projection_width, model.query_projection_width
-    return heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim), heads * mla.v_head_dim

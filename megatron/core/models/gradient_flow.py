@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.core.config.adapters import EXPERTS, is_trained_parameter, layer_module_path, linear_shapes_of_layer
@@ -214,17 +214,15 @@ class _Layer:
     def mixers(self, flows: bool) -> tuple[float, float]:
         """Return the FLOPs of the mixers' matrices, and how often scores or scans are computed. flows: of the input."""
         total, passes, normed = 0.0, 1.0, flows or self.learns("input_layernorm.")
-        for mixer in self.plan.mixer_kinds:
-            here = "mixer." if mixer == "mamba" else "self_attention."
-            alone = replace(self.plan, mixer=mixer, parallel_mixer="none", mlp="none", has_cross_attention=False)
-            *first, last = linear_shapes_of_layer(self.model, alone)
+        for mixer in self.plan.mixers:
+            here = f"{mixer.module}."
+            *first, last = (f"{here}{name}" for name in mixer.linear_shapes(self.model))
             for name in first:
                 before = (f"{here}{part}" for part in _LATENT.get(name.removeprefix(here), ()))
                 total += self.product(name, normed or self.learns(*before))
             inner = normed or self.learns(*first, *(f"{here}{part}" for part in _INNER))
             passes = max(passes, 3.0 if inner else 1.0)
-            if mixer == "mla":
-                sides = (("linear_q", "q_layernorm."), ("linear_kv", "k_layernorm.", "kv_layernorm."))
+            if (sides := mixer.query_and_key_parameters) is not None:
                 passes = _score_passes(*(normed or self.learns(*(f"{here}{part}" for part in side)) for side in sides))
             total += self.product(last, inner or self.learns(f"{here}norm.", f"{here}out_norm."))
         return total, passes

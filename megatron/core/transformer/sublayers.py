@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.mixers.gated_delta_net import DeltaNetSizes
-from megatron.core.config.mixers.mamba import MambaSizes
+from megatron.core.config.mixers.attention import Attention
+from megatron.core.config.mixers.gated_delta_net import DeltaNet, DeltaNetSizes
+from megatron.core.config.mixers.mamba import Mamba, MambaSizes
+from megatron.core.config.mixers.mla import LatentAttention
 from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.config.settings.multipliers import MultiplierConfig
 from megatron.core.transformer.context.forward_context import ForwardContext
@@ -63,23 +65,25 @@ class MultipliedMLP(MLP):
         return multiply_unless_one(self.linear_fc2(self.build.apply_activation(wide)), output_factor)
 
 
-MIXERS: dict[str, Callable[[LayerBuildContext, LayerPlan], nn.Module]] = {
-    "attention": SelfAttention,
-    "mla": MultiLatentAttention,
-    "mamba": lambda build, plan: MambaMixer(build, MambaSizes.from_model(build.model)),
-    "gated_delta_net": lambda build, plan: GatedDeltaNet(build, DeltaNetSizes.from_model(build.model)),
+# The rows of `config.mixers.table.MIXERS`, and those of them that can be multiplied by fixed factors.
+MIXER_MODULES: dict[str, Callable[[LayerBuildContext, LayerPlan], nn.Module]] = {
+    Attention.name: SelfAttention,
+    LatentAttention.name: MultiLatentAttention,
+    Mamba.name: lambda build, plan: MambaMixer(build, MambaSizes.from_model(build.model)),
+    DeltaNet.name: lambda build, plan: GatedDeltaNet(build, DeltaNetSizes.from_model(build.model)),
 }
 MULTIPLIED: Mapping[str, Callable[[LayerBuildContext, LayerPlan], nn.Module]] = {
-    "attention": MultipliedAttention,
-    "mamba": lambda build, plan: MultipliedMamba(build, MambaSizes.from_model(build.model)),
+    Attention.name: MultipliedAttention,
+    Mamba.name: lambda build, plan: MultipliedMamba(build, MambaSizes.from_model(build.model)),
 }
 
 
 def make_mixers(plan: LayerPlan, build: LayerBuildContext) -> tuple[nn.Module | None, nn.Module | None]:
     """Create a layer's mixers by Megatron's names in it: `mixer`, which is Mamba-2, and `self_attention`, every other one."""
-    table = MIXERS if build.model.multipliers == MultiplierConfig() else {**MIXERS, **MULTIPLIED}
-    first, beside = (None if kind == "none" else table[kind](build, plan) for kind in (plan.mixer, plan.parallel_mixer))
-    return (first, None) if isinstance(first, MambaMixer) else (beside, first)
+    table = MIXER_MODULES if build.model.multipliers == MultiplierConfig() else {**MIXER_MODULES, **MULTIPLIED}
+    # Of two in parallel one is Mamba-2, so that no name is given twice.
+    modules = {mixer.module: table[mixer.name](build, plan) for mixer in plan.mixers}
+    return modules.get("mixer"), modules.get("self_attention")
 
 
 def make_mlp(plan: LayerPlan, build: LayerBuildContext) -> MoELayer | MLP | None:

@@ -82,7 +82,7 @@ def attention_mask_variants(build: LayerBuildContext, plans: tuple[LayerPlan, ..
     types = build.cp_comm_type
     rows: dict[tuple, AttentionMaskVariant] = {}
     for plan in plans:
-        if plan.mixer not in ("attention", "mla"):
+        if not plan.has_attention:
             continue
         transport = types[plan.index % len(types)] if build.mesh.cp.size > 1 else ""
         key = (plan.causal, plan.window, transport)

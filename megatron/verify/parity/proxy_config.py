@@ -18,6 +18,8 @@ from itertools import product
 from typing import Any
 
 from megatron.core.config.flags.declare import ConfigError, config_to_flat_dict, flag_name
+from megatron.core.config.mixers.gated_delta_net import DeltaNet
+from megatron.core.config.mixers.mamba import Mamba
 from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
@@ -234,7 +236,7 @@ def _proxy_state_layer_settings(config: RunConfig, degrees: ParallelDegrees) -> 
     hybrid, parallel, mixers = (
         model.hybrid,
         config.parallel,
-        set[str]().union(*(row.mixer_kinds for row in network_layer_plans(model))),
+        {mixer.name for row in network_layer_plans(model) for mixer in row.mixers},
     )
     away = degrees.dp if parallel.hybrid_context_parallel else degrees.cp
 
@@ -243,11 +245,11 @@ def _proxy_state_layer_settings(config: RunConfig, degrees: ParallelDegrees) -> 
         few = groups // parallel.tp < parallel.context_parallel_size
         return degrees.tp * (1 if few else away) * (1 if groups == parallel.tp else 2 if few and away > 2 else 1)
 
-    if "mamba" in mixers:
+    if Mamba.name in mixers:
         groups = proxy_num_state_groups(hybrid.mamba_num_groups)
         heads = 2 * degrees.tp * away * max(1, groups // (degrees.tp * away))
         values |= {"mamba_num_groups": groups, "mamba_num_heads": heads, "mamba_head_dim": 4, "mamba_state_dim": 6}
-    if "gated_delta_net" in mixers:
+    if DeltaNet.name in mixers:
         keys = proxy_num_state_groups(hybrid.linear_num_key_heads)
         ratio = 1 if hybrid.linear_num_key_heads == hybrid.linear_num_value_heads else 2
         values |= {

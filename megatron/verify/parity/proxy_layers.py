@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.config.plan.layers import LayerPlan, network_layer_plans, parse_pipeline_layout
+from megatron.core.config.plan.pattern import layer_symbols, mixer_and_mlp_of_symbol
 from megatron.core.config.plan.stages import stage_specs_of_run
-from megatron.core.config.settings.hybrid import SYMBOLS
 from megatron.core.config.settings.run import RunConfig
 
 Values = dict[str, Any]
@@ -111,7 +111,7 @@ def _per_layer_settings(config: RunConfig, picked: list[int], small: list[LayerP
     if model.rope.no_rope_freq is not None:
         values["no_rope_freq"] = _zero_one_list_text([not row.rope for row in small])
     if model.hybrid.experimental_attention_variant is not None:
-        values["linear_attention_freq"] = _zero_one_list_text([row.mixer == "gated_delta_net" for row in small])
+        values["linear_attention_freq"] = _zero_one_list_text([not row.has_attention for row in small])
     if model.moe.num_experts and not model.is_hybrid:
         every = all(row.mlp == "moe" for row in small)
         values["moe_layer_freq"] = "1" if every else _zero_one_list_text([row.mlp == "moe" for row in small])
@@ -123,7 +123,7 @@ def _per_layer_settings(config: RunConfig, picked: list[int], small: list[LayerP
 def _proxy_pattern(config: RunConfig, rows: list[LayerPlan]) -> Values:
     """Return the --hybrid-layer-pattern of these layers, with up to two depths of multi-token prediction."""
     model = config.model
-    symbols = {parts: symbol for symbol, parts in SYMBOLS.items()}
+    symbols = {mixer_and_mlp_of_symbol(symbol): symbol for symbol in layer_symbols()}
     depths = model.hybrid.mtp_patterns[:2]
     pattern = "/".join(("".join(symbols[row.mixer, row.mlp] for row in rows), *depths))
     return {"hybrid_layer_pattern": pattern, "hybrid_attention_ratio": 0.0, "hybrid_mlp_ratio": 0.0}

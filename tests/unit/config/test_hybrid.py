@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.mixers.table import recurrent_mixers
 from megatron.core.config.plan.layers import mtp_depth_layer_plans, network_layer_plans
+from megatron.core.config.plan.pattern import suggested_hybrid_patterns
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.rules.engine import broken_rules
-from megatron.core.config.settings.hybrid import SYMBOLS, suggested_hybrid_patterns
 from megatron.core.models.flops import flops_per_token
 from tests.helpers import tiny
 from tests.helpers.counts import count_layer_parameters
@@ -27,7 +28,7 @@ def test_symbols_are_layers_of_one_half_each() -> None:
     assert [(row.mixer, row.mlp) for row in network_layer_plans(model)] == [
         ("mamba", "none"), ("none", "dense"), ("attention", "none"), ("gated_delta_net", "none"), ("none", "moe"),
     ]  # fmt: skip
-    assert model.num_layers == 5 and model.stateful_mixer_kinds == {"mamba", "gated_delta_net"}
+    assert model.num_layers == 5 and {one.name for one in recurrent_mixers(model)} == {"mamba", "gated_delta_net"}
 
 
 def test_bars_end_pipeline_stages() -> None:
@@ -62,9 +63,9 @@ def test_mamba_beside_attention_costs_what_both_cost() -> None:
     alone = [
         tiny.config(hybrid_layer_pattern=symbols, **{**small, "num_layers": None}).model for symbols in ("MM*", "*")
     ]
-    assert [row.mixer_kinds for row in network_layer_plans(both)] == [
-        {"attention", "mamba"}
-    ] * 2 and both.stateful_mixer_kinds == {"mamba"}
+    assert [{one.name for one in row.mixers} for row in network_layer_plans(both)] == [{"attention", "mamba"}] * 2 and {
+        one.name for one in recurrent_mixers(both)
+    } == {"mamba"}
     more = flops_per_token(alone[0], 64) - flops_per_token(alone[1], 64)
     assert flops_per_token(both, 64) - flops_per_token(plain, 64) == pytest.approx(more)
 
@@ -133,8 +134,8 @@ def test_a_cut_that_cannot_be_is_named_as_it_was_given(pattern: str, flags: dict
     ],
 )  # fmt: skip
 def test_a_pattern_that_cannot_be_read_has_one_beside_it_that_can(pattern: str, stages: int, nearest: str) -> None:
-    assert suggested_hybrid_patterns(pattern, SYMBOLS, stages)[0] == nearest
-    assert suggested_hybrid_patterns("M-M*-", SYMBOLS, 2)[-1] == "M-|M*-"
+    assert suggested_hybrid_patterns(pattern, stages)[0] == nearest
+    assert suggested_hybrid_patterns("M-M*-", 2)[-1] == "M-|M*-"
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ KINDS = {
 def hybrid() -> Iterator[Callable[[str], GPTModel]]:
     """Networks of two layers, whose mixers are those of a kind."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sublayers.MIXERS, "mamba", lambda build, plan: MambaMixer(build, MAMBA))
-        patch.setitem(sublayers.MIXERS, "gated_delta_net", lambda build, plan: GatedDeltaNet(build, DELTA))
+        patch.setitem(sublayers.MIXER_MODULES, "mamba", lambda build, plan: MambaMixer(build, MAMBA))
+        patch.setitem(sublayers.MIXER_MODULES, "gated_delta_net", lambda build, plan: GatedDeltaNet(build, DELTA))
         yield lambda kind: _network(KINDS[kind])
 
 

@@ -15,7 +15,8 @@ from benchmarks.planning import MODELS, planned
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.rules.engine import broken_rules
-from megatron.core.models.flops import BYTES, estimate_memory_by_pipeline_rank
+from megatron.core.config.settings.optim import BYTES
+from megatron.core.models.flops import estimate_memory_by_pipeline_rank
 from megatron.core.parallel.mesh import Mesh
 from megatron.plan.cost import step_cost
 from megatron.plan.hardware import PROFILES

@@ -1,6 +1,7 @@
 """The network as rows, derived from the settings.
 
-layers.py   one row per layer, and which layers each pipeline stage builds
-stages.py   the pipeline stages of a run
-network.py  the settings that make a network's function, and those that a network does not use
+pattern.py     what the symbols of a layer pattern mean
+layers.py      one row per layer, and which layers each pipeline stage builds
+stages.py      the pipeline stages of a run
+network.py     the settings that make a network's function, and those and operations with kernels, that a network does not use
 """

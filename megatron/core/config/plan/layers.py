@@ -24,7 +24,10 @@ from itertools import cycle
 from megatron.core.config.adapters import AdapterPlan, layer_adapter_plans
 from megatron.core.config.flags.declare import raise_config_error_if
 from megatron.core.config.flags.parse import parse_layer_frequency
-from megatron.core.config.settings.hybrid import SYMBOLS
+from megatron.core.config.mixers.gated_delta_net import DeltaNet
+from megatron.core.config.mixers.mixer import Mixer
+from megatron.core.config.mixers.table import MIXERS, attention_of, mixer_beside_attention
+from megatron.core.config.plan.pattern import mixer_and_mlp_of_symbol
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import Placement
 
@@ -41,8 +44,8 @@ def stage_rank_and_chunk(stage: int, pp: int, placement: Placement = "wrap") -> 
 class LayerPlan:
     """One layer.
 
-    mixer: attention, mla, mamba, gated_delta_net, or none. window: (left, right) positions that a query sees beside its own, -1 for all; None: no window.
-    parallel_mixer: a mixer whose output is added to that of the first, on the same input: mamba, or none. mlp: dense, moe, or none.
+    mixer: a row of `MIXERS`, or none. window: (left, right) positions that a query sees beside its own, -1 for all; None: no window.
+    parallel_mixer: a mixer whose output is added to that of the first, on the same input, or none. mlp: dense, moe, or none.
     block: the order of norms, sublayers and sums: pre_norm, post_norm, sandwich, after_sublayer or normed_residual. adapters: of its linear layers.
     """
 
@@ -58,14 +61,14 @@ class LayerPlan:
     adapters: tuple[AdapterPlan, ...] = ()
 
     @property
-    def mixer_kinds(self) -> set[str]:
-        """Kinds of its one or two mixers, without "none"."""
-        return {self.mixer, self.parallel_mixer} - {"none"}
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Its mixers: one, two in parallel, or none."""
+        return tuple(MIXERS[name] for name in (self.mixer, self.parallel_mixer) if name != "none")
 
     @property
     def has_attention(self) -> bool:
-        """Whether its mixer is attention, with keys and values that decoding caches."""
-        return self.mixer in ("attention", "mla")
+        """Whether a mixer of it is attention, with keys and values that decoding caches."""
+        return any(mixer.attends for mixer in self.mixers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +107,22 @@ def network_layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
 def _layer_plans_before_adapters(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """Return the plans of all layers of a network, not yet with adapters."""
     if model.architecture == "t5":
-        block = model.block_of_layer("attention")
+        block = model.block_of_layer()
         return uniform_layer_plans(model.encoder_num_layers, causal=False, block=block) + uniform_layer_plans(
             model.decoder_num_layers, has_cross_attention=True, block=block
         )
     if model.hybrid.layer_symbols:
         return _hybrid_layer_plans(model, model.hybrid.layer_symbols)
     rows = uniform_layer_plans(model.num_layers, causal=model.architecture == "gpt")
-    parallel_mixer = "mamba" if model.hybrid.parallel_mamba else "none"
     return tuple(
         replace(
             row,
             mixer=mixer,
-            parallel_mixer=parallel_mixer,
+            parallel_mixer=mixer_beside_attention(model),
             window=model.parsed_window_size if windowed else None,
             rope=rope,
             mlp="moe" if moe else "dense",
-            block=model.block_of_layer(mixer),
+            block=MIXERS[mixer].block_of_layer(model),
         )
         for row, mixer, windowed, rope, moe in zip(
             rows,
@@ -139,10 +141,11 @@ def _hybrid_layer_plans(model: ModelConfig, symbols: str, first: int = 0) -> tup
     """
     rows, windows, rotations = [], cycle(_is_windowed_by_layer(model)), cycle(_is_rotary_by_layer(model))
     for index, (symbol, windowed, rope) in enumerate(zip(symbols, windows, rotations, strict=False), start=first):
-        mixer, mlp = SYMBOLS.get(symbol, ("none", "none"))  # what is unknown a rule refuses
-        attends = mixer in ("attention", "mla")
+        mixer, mlp = mixer_and_mlp_of_symbol(symbol)
+        kind = MIXERS.get(mixer)
+        attends = kind is not None and kind.attends
         window = model.parsed_window_size if windowed and attends else None
-        block = model.block_of_layer(mixer)
+        block = model.block_of_layer() if kind is None else kind.block_of_layer(model)
         rows.append(LayerPlan(index, mixer, window=window, rope=rope and attends, mlp=mlp, block=block))
     return tuple(rows)
 
@@ -174,11 +177,11 @@ def num_layers_of_mtp_depth(model: ModelConfig) -> int:
 
 def _mixer_of_each_layer(model: ModelConfig) -> list[str]:
     """Return the mixer of every layer: the attention variant where --linear-attention-freq does not leave attention."""
-    usual = "mla" if model.mla.multi_latent_attention else "attention"
+    usual = attention_of(model).name
     if model.hybrid.experimental_attention_variant is None:
         return [usual] * model.num_layers
     has_variant = _all_but_every_nth(model, model.hybrid.linear_attention_freq, "--linear-attention-freq")
-    return ["gated_delta_net" if variant else usual for variant in has_variant]
+    return [DeltaNet.name if variant else usual for variant in has_variant]
 
 
 def _is_windowed_by_layer(model: ModelConfig) -> list[bool]:
@@ -244,11 +247,8 @@ def partition_into_stages(
     raise_config_error_if(problems)
     if layout is not None:
         stages = parse_pipeline_layout(layout)
-        problems, counts = (
-            _pipeline_layout_problems(stages, len(layers), pp, vpp),
-            [stage.count("t") for stage in stages],
-        )
-        problems += _mtp_layout_problems(stages, pp, placement)
+        problems = _pipeline_layout_problems(stages, len(layers), pp, vpp) + _mtp_layout_problems(stages, pp, placement)
+        counts = [stage.count("t") for stage in stages]
     elif uneven:
         problems, counts = _uneven_layer_counts(len(layers), pp, vpp, ends, placement)
     else:

@@ -16,24 +16,27 @@ from typing import Any
 from megatron.core.config.flags.declare import config_to_flat_dict, field_resume_roles
 from megatron.core.config.flags.idle import ValueOf, config_fields, idle_names
 from megatron.core.config.flags.when import FACTS
+from megatron.core.config.mixers.gated_delta_net import DeltaNet
+from megatron.core.config.mixers.mamba import Mamba
+from megatron.core.config.mixers.table import MIXERS, recurrent_mixers, requested_mixers
 from megatron.core.config.plan.layers import all_layer_plans, network_layer_plans
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.run import RunConfig
 
 
 def _mixers(run: RunConfig) -> frozenset[str]:
-    return frozenset[str]().union(*(plan.mixer_kinds for plan in all_layer_plans(run.model)))
+    return frozenset(mixer.name for plan in all_layer_plans(run.model) for mixer in plan.mixers)
 
 
 # What the facts of flags' conditions are in a run.
 _FACTS: Mapping[str, Callable[[RunConfig], Any]] = {
     "architecture": lambda run: run.model.architecture,
     "reward_head": lambda run: run.model.reward_head,
-    "attends": lambda run: bool(_mixers(run) & {"attention", "mla"}),
-    "has_mamba_layers": lambda run: "mamba" in _mixers(run),
-    "has_delta_net_layers": lambda run: "gated_delta_net" in _mixers(run),
+    "attends": lambda run: any(plan.has_attention for plan in all_layer_plans(run.model)),
+    "has_mamba_layers": lambda run: Mamba.name in _mixers(run),
+    "has_delta_net_layers": lambda run: DeltaNet.name in _mixers(run),
     "mlps": lambda run: frozenset(plan.mlp for plan in all_layer_plans(run.model)),
-    "keeps_state": lambda run: bool(run.model.stateful_mixer_kinds),
+    "keeps_state": lambda run: bool(recurrent_mixers(run.model)),
     "uses_rotary": lambda run: run.model.uses_rotary,
     "uses_yarn": lambda run: run.model.uses_rotary and run.model.rope.is_yarn,
     "has_gated_mlp": lambda run: run.model.has_gated_mlp,
@@ -45,6 +48,8 @@ _FACTS: Mapping[str, Callable[[RunConfig], Any]] = {
     "offloads_activations": lambda run: run.offload.offloads_activations,
 }
 assert _FACTS.keys() == FACTS.keys(), "a fact has a name, what makes it so, and a value in a run"
+# Operations whose kernels take part only where a flag asks for them.
+USED_IF_REQUESTED = ("bias_activation", "split_qkv", "residual_norm", "low_linear", "quantise", "adamw")
 
 
 def network_fields() -> dict[str, str]:
@@ -66,6 +71,26 @@ def value_of_run(run: RunConfig) -> ValueOf:
 def unused_settings(model: ModelConfig) -> frozenset[str]:
     """Return the names of settings that have no effect in this network, given its other settings. model: resolved."""
     return idle_names(RequestedModel, value_of_run(RunConfig(model=model)))
+
+
+def unused_kernel_ops(model: ModelConfig) -> set[str]:
+    """Return the operations whose kernels a network does not use; optional ones count as used if they are requested."""
+    requested, experts = model.kernels.requested_kernels, bool(model.moe.num_experts)
+    used = {
+        "layer_norm": model.normalization == "LayerNorm",
+        "rms_norm": model.normalization == "RMSNorm" or model.qk_l2_norm,
+        "gated_activation": model.has_gated_mlp,
+        "rotary": model.uses_rotary and not model.rotates_fused_qkv,
+        "rotary_qkv": model.rotates_fused_qkv,
+        "grouped_linear": experts,
+        "moe_flex_dispatcher": experts,
+        "permute": experts,
+        "paged_attention": False,  # of decoding
+        **{op: op in requested for op in USED_IF_REQUESTED},
+    }
+    of_mixers = {op: False for mixer in MIXERS.values() for op in mixer.kernel_ops}
+    of_mixers |= {op: True for mixer in requested_mixers(model) for op in mixer.kernel_ops}
+    return {op for op, is_used in (used | of_mixers).items() if not is_used}
 
 
 def network_setting_differences(a: ModelConfig, b: ModelConfig) -> list[str]:
@@ -92,7 +117,7 @@ def canonical_values(model: ModelConfig) -> dict[str, Any]:
     values["linear_attention_freq"] = [plan.mixer for plan in rows]
     values["hybrid_layer_pattern"] = (model.hybrid.layer_symbols, model.hybrid.mtp_patterns)
     variant = values["experimental_attention_variant"]
-    values["experimental_attention_variant"] = "gated_delta_net" if variant == "gdn" else variant
+    values["experimental_attention_variant"] = DeltaNet.name if variant == "gdn" else variant
     values["mamba_time_step_limit"] = list(values["mamba_time_step_limit"]) or [0.0, math.inf]
     values["no_rope_freq"] = [plan.rope for plan in rows]
     values["window_attn_skip_freq"] = [plan.window is not None for plan in rows]

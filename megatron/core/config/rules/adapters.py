@@ -8,10 +8,10 @@ from megatron.core.config.adapters import (
     ALL_LINEAR,
     EXPERTS,
     PROJECTIONS,
-    LinearShape,
     layers_matching_target,
     rank_and_alpha_of_lora_target,
 )
+from megatron.core.config.mixers.mixer import LinearShape
 from megatron.core.config.plan.layers import LayerPlan, network_layer_plans
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.adapter import AdapterConfig

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.config.mixers.table import MIXERS, recurrent_mixers
+from megatron.core.config.plan.pattern import pattern_problems
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
-from megatron.core.config.settings.model import ModelConfig
-from megatron.core.config.settings.parallel import can_exchange_heads
 
 
 @config_rule("hybrid-pattern", needs_sizes=True)
@@ -14,7 +14,7 @@ def _hybrid_pattern_problems(s: ConfigRuleInput) -> Iterator[str]:
     """The pattern of a hybrid alone says what kind each layer is."""
     model = s.run.model
     hybrid = model.hybrid
-    yield from model.hybrid.pattern_problems()
+    yield from pattern_problems(hybrid)
     if not (min(hybrid.attention_and_mlp_ratios) >= 0 and sum(hybrid.attention_and_mlp_ratios) <= 1):
         yield (
             f"--hybrid-attention-ratio {hybrid.attention_and_mlp_ratios[0]:g} and --hybrid-mlp-ratio {hybrid.attention_and_mlp_ratios[1]:g} are shares of --num-layers, from 0 on and "
@@ -48,22 +48,10 @@ def _pattern_separator_problems(s: ConfigRuleInput) -> Iterator[str]:
 @config_rule("states", needs_sizes=True)
 def _state_size_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Heads of Mamba-2 and gated delta net layers form whole groups, which divide over the tensor ranks."""
-    model, hybrid = s.run.model, s.run.model.hybrid
-    used = {
-        "mamba": ("--mamba-num-heads", "--mamba-num-groups"),
-        "gated_delta_net": ("--linear-num-value-heads", "--linear-num-key-heads"),
-    }
-    yield from [
-        problem
-        for mixer in sorted(model.stateful_mixer_kinds)
-        if (problem := _mixer_head_division_problem(s, *hybrid.state_heads_and_groups(mixer), *used[mixer]))
-    ]
-    limits = hybrid.mamba_time_step_limit
-    if limits and (len(limits) != 2 or not 0.0 <= limits[0] < limits[1]):
-        given = " ".join(map(str, limits))
-        yield f"--mamba-time-step-limit {given}: give the smallest and the largest, such as 0.001 inf"
-    yield from _stateful_mixer_norm_problems(model)
-    if model.stateful_mixer_kinds and (model.norm_after_residual or model.apply_residual_connection_post_layernorm):
+    model = s.run.model
+    for name in sorted(MIXERS):
+        yield from MIXERS[name].problems(s.run)
+    if recurrent_mixers(model) and (model.norm_after_residual or model.apply_residual_connection_post_layernorm):
         yield "layers with a state have their norm before them; leave out the flags that place norms elsewhere"
 
 
@@ -96,30 +84,3 @@ def _mamba_beside_attention_problems(s: ConfigRuleInput) -> Iterator[str]:
             f"{', '.join(given)}: factors are for GPTs with gated MLPs and plain attention (--swiglu --disable-bias-linear), without experts, latent "
             "attention and images; leave them out"
         )
-
-
-def _stateful_mixer_norm_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield problems of the norms of Mamba-2 and gated delta net layers."""
-    for flag, epsilon in (
-        ("--linear-norm-epsilon", model.hybrid.linear_norm_epsilon),
-        ("--mamba-norm-epsilon", model.hybrid.mamba_norm_epsilon),
-    ):
-        if epsilon is not None and epsilon <= 0:
-            yield f"{flag} {epsilon:g} is no positive number; choose one such as 1e-5, or leave it out"
-
-
-def _mixer_head_division_problem(s: ConfigRuleInput, heads: int, groups: int, heads_flag: str, groups_flag: str) -> str:
-    """Return why heads and groups of a stateful mixer cannot be divided over groups, tensor or context ranks, or ""."""
-    tp = s.run.parallel.tp
-    named = f"{heads_flag} {heads} and {groups_flag} {groups}"
-    if heads < 1 or groups < 1 or heads % groups:
-        return f"{named}: each group serves as many heads; choose a multiple, of at least 1"
-    if heads % tp or groups % tp:
-        return f"{named} cannot be divided over --tensor-model-parallel-size {tp}; choose a size that divides both"
-    size = s.run.parallel.context_parallel_size
-    if s.run.parallel.state_comm_type == "a2a" and not can_exchange_heads(size, heads // tp, groups // tp):
-        return (
-            f"{named}: --context-parallel-size {size} does not divide the {heads // tp} heads of a tensor rank, or not its groups; choose "
-            "--state-comm-type states or auto"
-        )
-    return ""

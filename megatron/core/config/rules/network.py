@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.config.flags.declare import flag_name
 from megatron.core.config.plan.layers import nearest_multiples_text
+from megatron.core.config.plan.network import unused_kernel_ops
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
@@ -161,9 +162,9 @@ def _kernel_choice_problems(s: ConfigRuleInput) -> Iterator[str]:
 def _why_kernel_unused(run: RunConfig, op: str) -> str:
     """Return why a run does not use a kernel of the operation `op`, or ""."""
     model, low, sees = run.model, run.precision.low, bool(run.model.vision.vision_model_type)
-    idle = model.unused_kernel_ops
+    idle = unused_kernel_ops(model)
     if sees:  # the norm of what the encoder gives is a LayerNorm
-        idle = idle & vision_encoder_config(model).unused_kernel_ops - {"layer_norm"}
+        idle = idle & unused_kernel_ops(vision_encoder_config(model)) - {"layer_norm"}
     projects = sees and model.vision.vision_projection_type == "mlp" and model.vision.vision_projection_bias
     if op in idle:
         return "no part of this network asks for that operation"

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config.adapters import linear_shapes_of_layer
 from megatron.core.config.flags.declare import flag_name
-from megatron.core.config.plan.layers import LayerPlan
+from megatron.core.config.mixers.table import attention_of, requested_mixers
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.run import RunConfig
-
-_STATES = {"mamba": "Mamba-2", "gated_delta_net": "a gated delta net"}
 
 
 def _bf16_layer_problems(run: RunConfig) -> Iterator[str]:
@@ -85,24 +82,10 @@ def low_precision_size_problems(s: ConfigRuleInput) -> str:
 
 def _low_precision_matrix_sizes(run: RunConfig) -> Iterator[tuple[str, int, int]]:
     """Yield (description, size, number of ranks that share it) of each dimension of the matrices in low precision."""
-    model, tp = run.model, run.parallel.tp
-    mla, moe = model.mla, model.moe
+    model, tp, moe = run.model, run.parallel.tp, run.model.moe
     yield f"--hidden-size {model.hidden_size}", model.hidden_size, 1
-    if mla.multi_latent_attention:
-        heads = model.num_attention_heads
-        yield f"--kv-lora-rank {mla.kv_lora_rank}", mla.kv_lora_rank, 1
-        if mla.q_lora_rank is not None:
-            yield f"--q-lora-rank {mla.q_lora_rank}", mla.q_lora_rank, 1
-        yield "the width of all queries", heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim), tp
-        yield "the width of all keys and values", heads * (mla.qk_head_dim + mla.v_head_dim), tp
-        yield "the width of all values", heads * mla.v_head_dim, tp
-    else:
-        yield "the width of all queries", model.query_projection_width, tp
-        yield "the width of all keys", model.key_projection_width, min(tp, model.num_query_groups)
-    for mixer in sorted(model.stateful_mixer_kinds):
-        first, last = linear_shapes_of_layer(model, LayerPlan(0, mixer, mlp="none")).values()
-        yield f"the first projection of {_STATES[mixer]}", first.outputs, tp
-        yield f"the width of all heads of {_STATES[mixer]}", last.inputs, tp
+    for mixer in (attention_of(model), *(one for one in requested_mixers(model) if not one.attends)):
+        yield from mixer.matrix_sizes(model, tp)
     yield f"--ffn-hidden-size {model.ffn_hidden_size}", model.ffn_hidden_size, tp
     if moe.num_experts:
         yield (

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 from megatron.core.config.flags.declare import flag
@@ -12,17 +10,6 @@ from megatron.core.config.flags.when import When
 
 MAMBA = When("has_mamba_layers", idle="noted")
 DELTA_NET = When("has_delta_net_layers", idle="noted")
-
-
-# Symbol -> (mixer, MLP) of a layer, either of which may be none.
-SYMBOLS: dict[str, tuple[str, str]] = {
-    "M": ("mamba", "none"),
-    "G": ("gated_delta_net", "none"),
-    "*": ("attention", "none"),
-    "+": ("mla", "none"),
-    "-": ("none", "dense"),
-    "E": ("none", "moe"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +102,6 @@ class HybridConfig:
         used_with=(When("norm_after_sublayer"), When("experimental_attention_variant"), DELTA_NET),
     )
 
-    def state_heads_and_groups(self, mixer: str) -> tuple[int, int]:
-        """Return the number of heads of a mixer (mamba, gated_delta_net), and of the groups or key heads they share."""
-        if mixer == "mamba":
-            return self.mamba_num_heads or 0, self.mamba_num_groups
-        return self.linear_num_value_heads, self.linear_num_key_heads
-
     @property
     def layer_symbols(self) -> str:
         """Symbols of all layers, without | and MTP; empty without a pattern."""
@@ -154,26 +135,6 @@ class HybridConfig:
         stages = "|".join("t" * len(stage) for stage in self._main_pattern.split("|"))
         return f"E{stages}{'m' * len(self.mtp_patterns)}L"
 
-    def pattern_problems(self) -> Iterator[str]:
-        """Yield what is wrong with the pattern."""
-        mtp = "".join(self.mtp_patterns)
-        unknown = sorted(set(self.layer_symbols + mtp) - set(SYMBOLS) - {"|"})
-        if self.hybrid_layer_pattern is not None and not self.layer_symbols:
-            yield f"--hybrid-layer-pattern {self.hybrid_layer_pattern!r} has no layers; give symbols of {' '.join(SYMBOLS)}"
-        if len(set(self.mtp_patterns)) > 1 or "" in self.mtp_patterns:
-            yield "--hybrid-layer-pattern: each / begins the layers of one depth of multi-token prediction, which are the same for all; repeat them"
-        if "|" in mtp:
-            yield "--hybrid-layer-pattern: layers of multi-token prediction are in the last pipeline stage; write no | behind /"
-        if "D" in unknown:
-            yield "--hybrid-layer-pattern: D is sparse attention, which is not built; choose * or +"
-        elif unknown:
-            yield (
-                f"--hybrid-layer-pattern: {', '.join(map(repr, unknown))} means no layer; write layers as {' '.join(SYMBOLS)}, | where the next pipeline "
-                "stage begins, and / where multi-token prediction begins"
-            )
-        if {"*", "+"} <= set(self.layer_symbols + "".join(self.mtp_patterns)):
-            yield "--hybrid-layer-pattern: * and + are two kinds of attention; keep one"
-
 
 def hybrid_pattern_from_ratios(layers: int, attention: float, mlp: float) -> str:
     """Return the layer pattern of a hybrid network, one symbol for each layer.
@@ -203,15 +164,3 @@ def _place_symbol_evenly(symbols: list[str], symbol: str, first: float, step: fl
             left += step
         else:
             left -= 1
-
-
-def suggested_hybrid_patterns(pattern: str, symbols: Iterable[str], stages: int) -> tuple[str, ...]:
-    """Return valid hybrid patterns close to a refused one: without unknown symbols and with equal MTP depths; the same
-    without |; and split by | into `stages` stages of about equal length. () if no layer is left.
-    """
-    known = "".join(one for one in pattern.upper().replace("D", "*") if one in {*symbols, "|", "/"})
-    main, *depths = known.split("/")
-    layers, depth = main.replace("|", ""), next(filter(None, depths), "").replace("|", "")
-    ends = [round(len(layers) * stage / stages) for stage in range(stages + 1)]
-    cut = "|".join(layers[start:end] for start, end in pairwise(ends))
-    return tuple(one + f"/{depth}" * bool(depth) * len(depths) for one in (main, layers, cut) if layers)

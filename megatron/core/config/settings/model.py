@@ -568,13 +568,14 @@ class ModelConfig(RequestedModel):
         scaled = self.layer_scale is not None
         return not elsewhere and not scaled and not self.fp32_residual_connection and self.architecture != "t5"
 
-    def block_of_layer(self, mixer: str) -> str:
-        """In which order norms, sublayers and sums stand in a layer with this mixer: a row of `transformer.blocks.BLOCKS`."""
-        before = mixer == "gated_delta_net" and self.hybrid.linear_norm_before_sublayer
+    def block_of_layer(self, *, norms_before: bool = False) -> str:
+        """In which order norms, sublayers and sums stand in a layer: a row of `transformer.blocks.BLOCKS`. norms_before: the
+        mixer of the layer wants norms before its sublayers.
+        """
         orders = {
             "post_norm": self.norm_after_residual,
             "sandwich": self.sandwich_norm,
-            "after_sublayer": self.norm_after_sublayer and not before,
+            "after_sublayer": self.norm_after_sublayer and not norms_before,
             "normed_residual": self.apply_residual_connection_post_layernorm,
         }
         return next((name for name, holds in orders.items() if holds), "pre_norm")
@@ -607,31 +608,6 @@ class ModelConfig(RequestedModel):
         }
 
     @property
-    def unused_kernel_ops(self) -> set[str]:
-        """Operations whose kernels this network does not use; optional ones count as used if they are requested."""
-        used = {
-            "layer_norm": self.normalization == "LayerNorm",
-            "rms_norm": self.normalization == "RMSNorm" or self.qk_l2_norm,
-            "gated_activation": self.has_gated_mlp,
-            "bias_activation": "bias_activation" in self.kernels.requested_kernels,
-            "rotary": self.uses_rotary and not self.rotates_fused_qkv,
-            "rotary_qkv": self.rotates_fused_qkv,
-            "split_qkv": "split_qkv" in self.kernels.requested_kernels,
-            "grouped_linear": bool(self.moe.num_experts),
-            "moe_flex_dispatcher": bool(self.moe.num_experts),
-            "permute": bool(self.moe.num_experts),
-            "residual_norm": "residual_norm" in self.kernels.requested_kernels,
-            "low_linear": "low_linear" in self.kernels.requested_kernels,
-            "causal_conv": bool(self.stateful_mixer_kinds),
-            "selective_scan": "mamba" in self.stateful_mixer_kinds,
-            "delta_rule_scan": "gated_delta_net" in self.stateful_mixer_kinds,
-            "quantise": "quantise" in self.kernels.requested_kernels,
-            "adamw": "adamw" in self.kernels.requested_kernels,
-            "paged_attention": False,  # of decoding
-        }
-        return {op for op, is_used in used.items() if not is_used}
-
-    @property
     def can_fuse_mlp_bias(self) -> bool:
         """Whether the bias of the first MLP matrix can be added by the activation kernel: nothing stands between."""
         return self.add_bias_linear and self.multipliers.mlp_factors[0] == 1.0
@@ -653,15 +629,6 @@ class ModelConfig(RequestedModel):
     def has_qkv_bias(self) -> bool:
         """Whether the fused projection of queries, keys and values has a bias."""
         return (self.add_bias_linear or self.add_qkv_bias) and not self.qkv_without_bias
-
-    @property
-    def stateful_mixer_kinds(self) -> frozenset[str]:
-        """Kinds of stateful mixers (mamba, gated_delta_net) that layers may have."""
-        named = {"M": "mamba", "G": "gated_delta_net"}
-        symbols = self.hybrid.layer_symbols + "".join(self.hybrid.mtp_patterns)
-        mixers = {named[symbol] for symbol in symbols if symbol in named}
-        mixers |= {"gated_delta_net"} if self.hybrid.experimental_attention_variant else set()
-        return frozenset(mixers | ({"mamba"} if self.hybrid.parallel_mamba else set()))
 
     @property
     def is_hybrid(self) -> bool:

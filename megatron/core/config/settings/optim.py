@@ -14,6 +14,8 @@ ON_CPU = When("optimizer_cpu_offload")
 MUON, LION, ADAFACTOR = (When("update_rules", (name,)) for name in ("muon", "lion", "adafactor"))
 SOAP = When("optimizer", ("soap",))
 
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a number, by torch's name of its format
+
 
 @dataclass(frozen=True, slots=True)
 class PrecisionConfig:

@@ -156,6 +156,11 @@ class RecomputeConfig:
             modules = ("core_attn",)
         return dataclasses.replace(self, recompute_granularity=granularity, recompute_modules=modules)
 
+    @property
+    def selected_modules(self) -> frozenset[str]:
+        """The modules that selective recomputation recomputes in the backward pass."""
+        return frozenset(self.recompute_modules or ()) if self.recompute_granularity == "selective" else frozenset()
+
 
 @dataclass(frozen=True, slots=True)
 class ActivationOffloadConfig:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from megatron.core.config.flags.declare import config_from_flat_dict
+from megatron.core.config.mixers.table import recurrent_mixers
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.source import CheckpointSource
@@ -97,7 +98,7 @@ class _MegatronExport:
         self.layers = 1 + max(int(match[2]) for name in self.names for match in [_LAYER.search(name)] if match)
         self.target = Path(folder) / f"iter_{iteration:07d}"
         match = _megatron_export_problems(self.model, self.names) + problems(self)
-        if not fused_norms and (self.model.is_hybrid or self.model.stateful_mixer_kinds):
+        if not fused_norms and (self.model.is_hybrid or recurrent_mixers(self.model)):
             match.append(
                 "Megatron builds layers of hybrids with Transformer Engine only; leave out --saver-transformer-impl local"
             )

@@ -25,7 +25,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megatron.core.config.settings.hybrid import SYMBOLS, HybridConfig
+from megatron.core.config.plan.pattern import layer_symbols
+from megatron.core.config.settings.hybrid import HybridConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 
 _LAYER = re.compile(r"(?<=decoder\.layers\.)(\d+)(?=\.)")
@@ -121,9 +122,9 @@ def hybrid_pattern_of_arguments(arguments: Mapping[str, Any]) -> str:
     pattern, ahead = str(given).replace("|", ""), arguments.get("mtp_hybrid_override_pattern")
     if pattern and ahead and "/" not in pattern:  # releases before the symbol / state the layers of a depth once
         pattern += f"/{ahead}" * int(arguments.get("mtp_num_layers") or 1)
-    if set(pattern) - {*SYMBOLS, "/"}:
+    if set(pattern) - {*layer_symbols(), "/"}:
         raise CheckpointError(
-            f"the checkpoint is of a hybrid network with the layers {given}; read are {' '.join(SYMBOLS)} and /"
+            f"the checkpoint is of a hybrid network with the layers {given}; read are {' '.join(layer_symbols())} and /"
         )
     return pattern
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron.core.config.mixers.table import recurrent_mixers
 from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.config.settings.model import ModelConfig
@@ -125,7 +126,7 @@ def trials_for_ops_of_run(config: RunConfig, need: KernelRequirements) -> Iterat
             reference.grouped_linear,
         )
         yield _permute_trial(draw, width)
-    if model.stateful_mixer_kinds:
+    if recurrent_mixers(model):
         yield from _state_space_trials(model, need, draw, length)
     yield from _adamw_and_fp8_trials(config, need, draw, width)
     if model.num_attention_heads and model.architecture == "gpt":
@@ -371,7 +372,8 @@ def _permute_reference(values: Tensor, places: Tensor, back: Tensor, empties: bo
 
 def _state_space_trials(model: ModelConfig, need: KernelRequirements, draw: Draw, length: int) -> Iterator[OpTrial]:
     """Yield the trials of causal convolution and scans for the mixers that the network has, with 4 heads in 2 groups."""
-    hybrid, segments = model.hybrid, (torch.arange(length) * 3 // length).expand(2, length) if need.documents else None
+    hybrid, ops = model.hybrid, {op for mixer in recurrent_mixers(model) for op in mixer.kernel_ops}
+    segments = (torch.arange(length) * 3 // length).expand(2, length) if need.documents else None
 
     def segment_ids_on_device(device: torch.device) -> Tensor | None:
         return None if segments is None else segments.to(device)
@@ -385,7 +387,7 @@ def _state_space_trials(model: ModelConfig, need: KernelRequirements, draw: Draw
         call_causal_conv,
         _causal_conv_reference,
     )
-    if "mamba" in model.stateful_mixer_kinds:
+    if "selective_scan" in ops:
         size, depth = (min(one, MOST_STATE) for one in (hybrid.mamba_head_dim, hybrid.mamba_state_dim))
 
         def call_selective_scan(
@@ -401,7 +403,7 @@ def _state_space_trials(model: ModelConfig, need: KernelRequirements, draw: Draw
             call_selective_scan,
             partial(_scan_token_by_token, scans.selective_scan_step, (4, size, depth), per_token=(0, 1, 3, 4)),
         )
-    if "gated_delta_net" in model.stateful_mixer_kinds:
+    if "delta_rule_scan" in ops:
         keys, values = (min(one, MOST_STATE) for one in (hybrid.linear_key_head_dim, hybrid.linear_value_head_dim))
 
         def call_delta_rule_scan(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -26,8 +26,9 @@ class MixerState:
 Mix = Callable[[list[Tensor], MixerState], tuple[Tensor, MixerState]]
 
 
+@runtime_checkable
 class StatefulMixer(Protocol):
-    """A sequence mixer (Mamba-2, gated delta net) whose past is a state of constant size."""
+    """A sequence mixer whose past is a state of constant size: every module with `initial_state`."""
 
     def initial_state(self, batch: int) -> MixerState:
         """Return the state of `batch` sequences of which no token has been processed (zeros)."""
