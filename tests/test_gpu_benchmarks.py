@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import os
 import re
@@ -34,6 +36,39 @@ def python(*words: str, more: dict[str, str] | None = None, seconds: float = 500
         timeout=seconds,
         check=False,
     )
+
+
+def names_of_ours(path: Path) -> set[tuple[str, str]]:
+    """(module of ours, name in it) that a script reads, if the module is called by its name."""
+    modules, names = {}, set[tuple[str, str]]()
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (ROOT / f"{(node.module or '-').replace('.', '/')}.py").is_file():
+            names |= {(str(node.module), alias.name) for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Assign) and "importorskip(" in ast.unparse(node.value):
+            modules[ast.unparse(node.targets[0])] = ast.literal_eval(node.value.args[0])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            module = modules[node.value.id]
+            if (ROOT / f"{module.replace('.', '/')}.py").is_file():
+                names.add((module, node.attr))
+    return names
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted([*(ROOT / "tests" / "gpu").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]),
+    ids=lambda path: path.name,
+)
+def test_what_a_script_for_gpus_names_is_there(path: Path) -> None:
+    names = names_of_ours(path) - {
+        ("megatron.core.parallel_state", "initialize_model_parallel")
+    }  # of Megatron Core, for its times
+    if any(".triton." in module for module, _ in names):
+        pytest.importorskip("triton")
+    assert [name for name in sorted(names) if not hasattr(importlib.import_module(name[0]), name[1])] == []
 
 
 def quick(name: str, code: str, limit: float = 60.0, *, gpu: bool = False) -> calls.Step:
@@ -423,7 +458,7 @@ def test_every_triton_kernel_compiles_for_a_hopper_and_spills_nothing(problem: s
         "": "pass",
         "spills": "m.SPILLS = -1; sys.argv.append('--only=_rotate')",
         "no case": "del m.CASES['rotary']",
-        "not launched": "m.CASES['gated_activation'] = {}",
+        "not launched": "m.CASES['split_qkv'] = {}",
         "does not compile": "m.CASES['rotary'] = {'odd': lambda op: op(m.draw(2, 2, 2, 6), None, None, False)}",
     }[problem]
     code = f"import sys; from benchmarks.gpu import triton_to_sm90 as m; {spoiled}; sys.exit(m.main())"
@@ -431,9 +466,9 @@ def test_every_triton_kernel_compiles_for_a_hopper_and_spills_nothing(problem: s
     assert (done.returncode == 0) == (problem == ""), done.stdout[-3000:] + done.stderr[-3000:]
     expected = {
         "": "none spills",
-        "spills": "rotary._rotate_token (rotary 64) spills 0 bytes; -1 are allowed",
+        "spills": "rotary._rotate_token_kernel (rotary 64) spills 0 bytes; -1 are allowed",
         "no case": "rotary has a Triton kernel and no case",
-        "not launched": "pointwise._gated_activation of megatron/core/kernels/triton/pointwise.py was launched by no case",
+        "not launched": "split_qkv._join_head_gradients_kernel of megatron/core/kernels/triton/split_qkv.py was launched by no case",
         "does not compile": "rotary (odd): AttributeError",
     }[problem]
     assert expected in done.stdout, done.stdout[-3000:]

@@ -151,7 +151,7 @@ def test_the_paged_kernel_computes_its_definition(name: str, dtype: torch.dtype)
     latent = v.data_ptr() == k.data_ptr()
     near_k = k.cuda()
     near_v = near_k[..., : v.shape[2]] if latent else v.cuda()
-    found = triton_paged.attention(q.cuda(), near_k, near_v, there, window=window, scores=on_gpu)
+    found = triton_paged.paged_attention(q.cuda(), near_k, near_v, there, window=window, scores=on_gpu)
     expected = paged.paged_attention(q.double(), k.double(), v.double(), where, window=window, scores=scores)
     assert (found.cpu().double() - expected).abs().max() <= paged.TOLERANCE[dtype] * expected.abs().max()
 
