@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Literal
 
 from megatron.core.config.adapters import EXPERTS, linear_shapes_of_layer
@@ -140,7 +140,21 @@ def owned_bytes_per_parameter(config: RunConfig) -> float:
     """
     rule = _update_rule(config, 0)
     has_master = BYTES[config.precision.param_dtype_name] < 4 and not config.parallel.use_torch_fsdp2
-    return 4.0 * (has_master and rule.uses_main_weights) + rule.state_bytes_per_element(config)
+    return 4.0 * (has_master and rule.uses_main_weights) + rule.state_bytes_per_element(
+        config, _mean_sides(config.model)
+    )
+
+
+@lru_cache(maxsize=64)
+def _mean_sides(model: ModelConfig) -> float:
+    """Return m/n + n/m of the layers' matrices m x n, on average over their elements; parts of fused ones by themselves."""
+    elements = squares = 0
+    for plan in network_layer_plans(model):
+        for path, shape in linear_shapes_of_layer(model, plan).items():
+            count = (model.moe.num_experts or 1) if path.startswith(EXPERTS[1:]) else 1
+            elements += count * sum(rows * shape.inputs for _, rows in shape.parts)
+            squares += count * sum(rows**2 + shape.inputs**2 for _, rows in shape.parts)
+    return squares / elements if elements else 2.0
 
 
 def _update_rule(config: RunConfig, index: int) -> type[UpdateRule]:
@@ -196,7 +210,9 @@ def estimate_memory_by_pipeline_rank(
         )
         state += frozen_weight_bytes(config, held - trained)
         # Other parameters than matrices may have another rule.
-        of_matrices, of_rest = (_update_rule(config, at).state_bytes_per_element(config) for at in (0, -1))
+        of_matrices, of_rest = (
+            _update_rule(config, at).state_bytes_per_element(config, _mean_sides(config.model)) for at in (0, -1)
+        )
         state += trained.rest * (of_rest - of_matrices) / _num_optimizer_shards(config, replicas)
         stages_memory.append(
             RankMemory(

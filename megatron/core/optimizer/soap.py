@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.optimizer.owners import MatrixTask, part_shapes
 from megatron.core.optimizer.rule import Owned, Slot, UpdateRuleContext
@@ -64,6 +65,11 @@ class Soap(WholeMatrixRule):
             for task in tasks
             if not task.is_sharded or task.owner == self.mesh.axis(axis).rank
         }
+
+    @classmethod
+    def state_bytes_per_element(cls, config: RunConfig, sides: float) -> float:
+        """See the base class. Every tensor rank keeps the state of whole matrices."""
+        return config.parallel.tp * (8.0 if config.precision.fp64 else 4.0) * (2.0 + 2.0 * sides)
 
     def _initial_state(self, task: MatrixTask) -> dict[str, Tensor]:
         """Return the state before the first step: moments of zero; factors and bases are identities."""

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.ddp import DataParallel
+from megatron.core.models.flops import owned_bytes_per_parameter
 from megatron.core.optimizer import soap
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.optimizer.soap import RIDGE, SoapState, rotated_basis, soap_update, with_ridge
+from megatron.core.optimizer.soap import RIDGE, Soap, SoapState, rotated_basis, soap_update, with_ridge
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import (
     FusedWeightSegment,
@@ -21,6 +22,7 @@ from megatron.core.parallel.spec import (
     normal_initializer,
     set_global_param_names,
 )
+from tests.helpers import tiny
 
 RATE, DECAY = 1e-2, 0.1
 CONFIG = OptimizerConfig(optimizer="soap", clip_grad=0.0)
@@ -174,3 +176,16 @@ def test_the_size_of_gradients_does_not_matter() -> None:
         one = soap_update(1e-3 * drawn(5, 3, seed=step), small, replace(CONFIG, adam_eps=1e-14), step)
         other = soap_update(1e3 * drawn(5, 3, seed=step), large, replace(CONFIG, adam_eps=1e-14), step)
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("changes", [{}, {"swiglu": True, "num_experts": 4, "bf16": True}])
+def test_the_estimate_of_memory_is_what_matrices_hold(changes: dict[str, object]) -> None:
+    trainer = tiny.trainer_of(tiny.run_of(tiny.config(optimizer="soap", **changes)))
+    config = trainer.run.config
+    held = [(segment, values) for slot, segment, values in trainer.optimizer.checkpoint_state() if slot in Soap.slots]
+    of_matrices = [values.nbytes for segment, values in held if segment.spec.kind == "matrix"]
+    masters = 4 if changes.get("bf16") else 0
+    elements = sum(
+        segment.high - segment.low for segment in trainer.optimizer.segments if segment.spec.kind == "matrix"
+    )
+    assert sum(of_matrices) / elements == pytest.approx(owned_bytes_per_parameter(config) - masters, rel=0.02)
