@@ -29,6 +29,7 @@ NETWORKS: dict[str, Changes] = {
         "window_size": "3,0",
         "window_attn_skip_freq": "2",
         "no_rope_freq": "2",
+        "rotary_base_local": 100.0,
         "use_rope_scaling": True,
     },
     "yarn": {

@@ -288,6 +288,8 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("layer-patterns", 1, {"window_size": "4"}, ("--window-size 4 cannot be read", "127,0")),
     ("layer-patterns", 1, {"window_size": "4,0", "window_attn_skip_freq": "[1,0]"}, ("--window-attn-skip-freq [1,0] is a list of 2", "write 8")),
     ("no-effect", 1, {"window_attn_skip_freq": "2"}, ("--window-attn-skip-freq 2 has no effect; give --window-size",)),
+    ("no-effect", 1, {"position_embedding_type": "rope", "rotary_base_local": 50.0}, ("--rotary-base-local 50 has no effect; give --window-size",)),
+    ("rotations", 1, {"position_embedding_type": "rope", "window_size": "4,0", "rotary_base_local": 0.0, "rotary_base": -1.0}, ("--rotary-base -1 ", "--rotary-base-local 0 must")),
     ("no-effect", 1, {"no_rope_freq": "2"}, ("--no-rope-freq 2 has no effect; give --position-embedding-type rope",)),
     ("attention", 1, {"attention_logit_softcap": 0.0, "final_logit_softcap": -1.0}, ("--attention-logit-softcap 0", "--final-logit-softcap -1")),
     ("attention", 1, {"qk_clip": True, "qk_clip_alpha": 1.5}, ("--qk-clip-alpha 1.5",)),

@@ -66,6 +66,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "add_bias_linear": False,
     },
     "window": {"window_size": "5,0"},
+    "rotations of windows": {
+        "window_size": "3,0",
+        "window_attn_skip_freq": "2",
+        "position_embedding_type": "rope",
+        "rotary_base": 500.0,
+        "rotary_base_local": 20.0,
+    },
     "windows by turns": {"window_size": "3,0", "window_attn_skip_freq": "2"},
     "sinks and windows": {
         "window_size": "4,0",

@@ -279,6 +279,27 @@ def test_layers_without_rotations_know_no_places() -> None:
     assert not torch.allclose(run_ours(module, run, x)[5:], run_ours(module, run, shuffled)[5:])
 
 
+@pytest.mark.parametrize(
+    "stretched",
+    [
+        {"rotary_seq_len_interpolation_factor": 8.0},
+        {"use_rope_scaling": True, "rope_scaling_original_length": 8},
+        {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8},
+        {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8},
+    ],
+)
+def test_layers_with_a_window_turn_by_their_own_base_and_are_not_stretched(stretched: dict[str, Any]) -> None:
+    changes = {"position_embedding_type": "rope", "rotary_base": 500.0, "window_size": "2,0", **stretched}
+    others = {"position_embedding_type": "rope", "rotary_base": 20.0, "window_size": "2,0"}
+    x = hidden()
+    for window, equal in ((None, changes), ((2, 0), others)):
+        module, run = ours(SelfAttention, window, **changes, rotary_base_local=20.0)
+        expected, plain = ours(SelfAttention, window, **equal)
+        expected.load_state_dict(module.state_dict())
+        torch.testing.assert_close(run_ours(module, run, x), run_ours(expected, plain, x), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(run_ours(module, run, x), run_ours(expected, ours(SelfAttention, **changes)[1], x))
+
+
 def test_the_clamped_mlp_is_that_of_gpt_oss() -> None:
     module, run = ours(
         MLP, quick_geglu=True, ffn_hidden_size=24, activation_func_clamp_value=0.8, glu_linear_offset=1.0

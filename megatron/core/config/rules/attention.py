@@ -44,8 +44,11 @@ def attention_problems(s: ConfigRuleInput) -> Iterator[str]:
 
 
 def _rope_scaling_problems(model: ModelConfig, *, yarn: bool) -> Iterator[str]:
-    """Yield problems of the flags that scale rotary frequencies. yarn: whether YaRN is in use."""
+    """Yield problems of the flags that make and scale rotary frequencies. yarn: whether YaRN is in use."""
     rope = model.rope
+    for name in ("rotary_base", "rotary_base_local"):
+        if (base := getattr(rope, name)) is not None and not 0 < base < math.inf:
+            yield f"{flag_name(name)} {base:g} must be a number above 0"
     if rope.rotary_scaling_factor < 1:
         yield f"--rotary-scaling-factor {rope.rotary_scaling_factor:g} must be at least 1"
     if yarn and not 0 < rope.yarn_beta_slow <= rope.yarn_beta_fast:

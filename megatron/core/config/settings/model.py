@@ -18,6 +18,7 @@ from megatron.core.config.settings.multipliers import MultiplierConfig
 from megatron.core.config.settings.vision import VisionConfig
 
 ROTATES = When("uses_rotary", idle="noted")
+RELATIVE = When("position_embedding_type", ("relative",), idle="noted")
 STRETCHED_PLAINLY = (
     When(
         "multi_latent_attention", (False,), instead="stretch its rotations by --rope-type yarn --rotary-scaling-factor"
@@ -46,18 +47,18 @@ class PositionConfig:
         role="network",
     )
     relative_attention_num_buckets: int = flag(
-        32,
-        "relative: kinds of distance that are told apart",
-        role="network",
-        used_with=When("position_embedding_type", ("relative",), idle="noted"),
+        32, "relative: kinds of distance that are told apart", role="network", used_with=RELATIVE
     )
     relative_attention_max_distance: int = flag(
-        128,
-        "relative: distances from here on are alike",
-        role="network",
-        used_with=When("position_embedding_type", ("relative",), idle="noted"),
+        128, "relative: distances from here on are alike", role="network", used_with=RELATIVE
     )
     rotary_base: float = flag(10000.0, "base (theta) of the rotary frequencies", role="adaptable", used_with=ROTATES)
+    rotary_base_local: float | None = flag(
+        None,
+        "base for layers with a window, whose rotations are not stretched (Gemma 3); left out: as for all",
+        role="adaptable",
+        used_with=(ROTATES, When("window_size")),
+    )
     rotary_percent: float = flag(1.0, "share of each head that is rotated", role="adaptable", used_with=ROTATES)
     rotary_interleaved: bool = flag(
         False,
@@ -102,10 +103,7 @@ class PositionConfig:
         4096, "yarn: positions that the network was trained on before", role="adaptable", used_with=YARN
     )
     yarn_beta_fast: float = flag(
-        32.0,
-        "yarn: pairs that turn more often than this over the original length stay as they are",
-        role="adaptable",
-        used_with=YARN,
+        32.0, "yarn: pairs that turn more often over the original length stay", role="adaptable", used_with=YARN
     )
     yarn_beta_slow: float = flag(
         1.0,

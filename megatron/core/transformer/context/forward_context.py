@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.kernels.ops.mask import AttentionMaskSpec
 from megatron.core.transformer.context.cache import DecodingCache
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
@@ -108,6 +109,12 @@ class ForwardContext:
             return None
         name = f"mtp_{self.depth}_padding_mask" if self.depth else "padding_mask"
         return self.microbatch_context.token_masks.get(name)
+
+    def rotations(self, plan: LayerPlan) -> RotaryTable | None:
+        """Return the rotations of a layer, or None if it has none."""
+        if self.table is None or not plan.rope:
+            return None
+        return self.table if plan.window is None else self.table.windowed or self.table
 
     def attention_kernel(self, build: LayerBuildContext, layer: int) -> Callable[..., Tensor]:
         """Return the attention kernel of the run ([s, b, n, d] in, [s, b, n * d] out); with a cache, one that attends

@@ -8,7 +8,8 @@ the original length (Llama 3.1; YaRN, which also makes the rotated sizes larger)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,10 +20,13 @@ from megatron.core.transformer.context.layer_build_context import LayerBuildCont
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """cos and sin of every position, [s, b or 1, 1, r] in fp32 (fp64 for fp64 runs)."""
+    """cos and sin of every position, [s, b or 1, 1, r] in fp32 (fp64 for fp64 runs). windowed: of layers with a window, if
+    theirs are others.
+    """
 
     cos: Tensor
     sin: Tensor
+    windowed: RotaryTable | None = None
 
 
 def rotary_frequencies(config: PositionConfig, head_size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -98,12 +102,21 @@ def rotary_table_for(build: LayerBuildContext, hidden: Tensor, positions: Tensor
     if not build.model.uses_rotary:
         return None
     length = build.tp_region.whole_sequence_length(hidden.shape[0])
-    places = build.local_positions(length)[None] if positions is None else positions
-    wide = torch.float64 if build.dtype == torch.float64 else torch.float32
-    return rotary_table(
-        places,
-        build.model.rope,
-        build.model.head_size_before_rotary_percent,
-        dtype=wide,
+    make = partial(
+        rotary_table,
+        build.local_positions(length)[None] if positions is None else positions,
+        head_size=build.model.head_size_before_rotary_percent,
+        dtype=torch.float64 if build.dtype == torch.float64 else torch.float32,
         pairs=build.model.has_interleaved_rotary,
     )
+    rope = build.model.rope
+    if rope.rotary_base_local is None:
+        return make(config=rope)
+    windowed = replace(
+        rope,
+        rotary_base=rope.rotary_base_local,
+        rotary_seq_len_interpolation_factor=None,
+        use_rope_scaling=False,
+        rope_type="rope",
+    )
+    return replace(make(config=rope), windowed=make(config=windowed))

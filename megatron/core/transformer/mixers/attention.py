@@ -68,7 +68,7 @@ class SelfAttention(nn.Module):
     def forward(self, normed: Tensor, context: ForwardContext, bias: Tensor | None = None) -> Tensor:
         """Attend within the sequence. normed: [s or s/tp, b, h]; bias: [1, n/tp, s, s], added to the scores. Returns like it."""
         model, kernels = self.build.model, self.build.kernels
-        table = context.table if self.plan.rope else None  # rotations; None: this layer has none
+        table = context.rotations(self.plan)  # None: this layer has none
         # If nothing stands between projection and rotation, one kernel splits and rotates.
         rotation = table if self.q_layernorm is None else None
         # Another one splits what is not rotated yet; it computes the gradient of the bias along with its own.

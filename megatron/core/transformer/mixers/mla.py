@@ -65,7 +65,7 @@ class MultiLatentAttention(nn.Module):
         normed: [s or s/tp, b, h]; bias: [1, n/tp, s, s], added to the scores (not with a cache). Returns like normed.
         """
         query, latent, shared = self._down_projections(normed)
-        table = context.table if self.plan.rope else None
+        table = context.rotations(self.plan)
         mask = context.mask.with_window(self.plan.window)
         if context.cache is not None:
             kept = torch.cat(
