@@ -35,7 +35,7 @@ from megatron.core.parallel.spec import local_shard_boxes, param_spec_of
 from tests.helpers import tiny
 from tests.helpers.tiny import VOCABULARY
 from tests.helpers.world import Worlds
-from tests.parity import hybrid_cases
+from tests.parity import gemma_cases, hybrid_cases
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -219,32 +219,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
-    "gemma": ("Gemma", {**SIZES, "head_dim": 12, "pad_token_id": None}),
-    "gemma2": (
-        "Gemma2",
-        {
-            **SIZES,
-            "pad_token_id": None,
-            "num_hidden_layers": 4,
-            "head_dim": 12,
-            "query_pre_attn_scalar": 9,
-            "sliding_window": 5,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 3.0,
-            "attn_implementation": "eager",
-        },
-    ),
-    "gemma2 uncapped": (
-        "Gemma2",
-        {
-            **SIZES,
-            "head_dim": 12,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "layer_types": ["full_attention", "sliding_attention"],
-            "sliding_window": 3,
-        },
-    ),
+    **gemma_cases.cases(SIZES),
     **hybrid_cases.dense(SIZES),
     "olmo2": ("Olmo2", {**SIZES, "pad_token_id": None}),
     "bert": ("BertForPreTraining", BERT_SIZES),
@@ -298,7 +273,7 @@ def published(case: str) -> nn.Module:
     kind, sizes = CASES[case]
     torch.manual_seed(11)
     head = kind if "For" in kind else "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
-    config = f"{kind.partition('For')[0]}{'Text' * kind.startswith('Qwen3_5')}Config"
+    config = f"{kind.partition('For')[0]}{'Text' * kind.startswith(('Qwen3_5', 'Gemma3'))}Config"
     model = getattr(transformers, head)(getattr(transformers, config)(**sizes)).eval()
     if case in UNTIED_WHEN_LOADED:
         model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
@@ -454,7 +429,9 @@ def test_logits_of_experts_are_those_of_transformers_under_a_layout(
         check_logits(logits, folder(case))
 
 
-@pytest.mark.parametrize("case", [*EXPERTS, "mistral window", "llama yarn", "qwen2 window", "gemma", "gemma2", "olmo2"])
+@pytest.mark.parametrize(
+    "case", [*EXPERTS, "mistral window", "llama yarn", "qwen2 window", "gemma", "gemma2", "gemma3", "olmo2"]
+)
 def test_gradients_are_those_of_transformers(case: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
     """Theirs are saved in the place of the weights, so that they come under our names by the same rows."""
     model = published(case)

@@ -8,7 +8,7 @@ mixtral.py            Mixtral, and what all with experts share
 qwen.py               Qwen 2, 2.5 and 3, with experts and without
 deepseek.py           DeepSeek-V2 and V3
 gpt_oss.py            gpt-oss
-gemma.py              Gemma 1 and 2
+gemma.py              Gemma 1, 2 and 3
 olmo.py               OLMo 2
 qwen_next.py          Qwen3-Next, and the language models of Qwen3.5
 bamba.py              Bamba and Falcon-H1

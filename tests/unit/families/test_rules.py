@@ -151,6 +151,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "gemma": {**KIN, "swiglu": False, "geglu": True},
     "gemma2": {**KIN, "swiglu": False, "geglu": True, "sandwich_norm": True},
+    "gemma3": {**KIN, "swiglu": False, "geglu": True, "sandwich_norm": True, "qk_layernorm": True},
     "olmo2": {**KIN, "norm_after_sublayer": True, "qk_layernorm": True, "qk_layernorm_across_heads": True},
     "gpt_oss": {
         "normalization": "RMSNorm",

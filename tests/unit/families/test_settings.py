@@ -109,6 +109,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         num_key_value_heads=16, head_dim=128, hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", attention_bias=False,
         rms_norm_eps=1e-06, max_position_embeddings=8192, tie_word_embeddings=True, cache_implementation="hybrid", query_pre_attn_scalar=144,
         attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096, sliding_window_size=4096),
+    "Gemma 3 1B": kin(
+        "Gemma3ForCausalLM", model_type="gemma3_text", vocab_size=262144, hidden_size=1152, intermediate_size=6912, num_hidden_layers=26,
+        num_attention_heads=4, num_key_value_heads=1, head_dim=256, hidden_act="gelu_pytorch_tanh",
+        hidden_activation="gelu_pytorch_tanh", attention_bias=False, rms_norm_eps=1e-06, max_position_embeddings=32768, cache_implementation="hybrid", query_pre_attn_scalar=256,
+        attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=512, sliding_window_pattern=6, rope_theta=1000000,
+        rope_local_base_freq=10000, tie_word_embeddings=True),
     "Bamba 9B": kin(
         "BambaForCausalLM", vocab_size=128256, intermediate_size=14336, max_position_embeddings=262144, attn_layer_indices=[9, 18, 27],
         partial_rotary_factor=0.5, mamba_chunk_size=256, mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=64, mamba_d_state=128, mamba_expand=2,
@@ -232,7 +238,8 @@ ROTARY = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu
     ({"openai_gelu": True}, "gpt2"), ({}, "gpt2"), (ROTARY, "llama"), ({**ROTARY, "add_bias_linear": True}, "llama"),
     ({**ROTARY, "norm_after_sublayer": True, "qk_layernorm": True, "qk_layernorm_across_heads": True}, "olmo2"),
     ({**ROTARY, "add_qkv_bias": True}, "qwen2"), ({**ROTARY, "qk_layernorm": True}, "qwen3"), (GEMMA, "gemma"),
-    ({**GEMMA, "sandwich_norm": True, "final_logit_softcap": 5.0, "softmax_scale": 0.25}, "gemma2")])
+    ({**GEMMA, "sandwich_norm": True, "final_logit_softcap": 5.0, "softmax_scale": 0.25}, "gemma2"),
+    ({**GEMMA, "sandwich_norm": True, "qk_layernorm": True, "rotary_base_local": 50.0, "window_size": "3,0"}, "gemma3")])
 def test_a_network_of_ours_finds_the_family_that_can_say_it(changes: dict[str, Any], family: str) -> None:
     assert fitting_family(model_config_from_settings({**BASE, **changes})).name == family
 
