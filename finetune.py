@@ -10,7 +10,7 @@ from megatron.training.launch.launch_info import read_launch_info
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
     PLACE = read_launch_info()
-    ARGS, PREFERENCE = parse_preference_args(world_size=PLACE.size, speaks=PLACE.rank == 0)
+    CHECKED, PREFERENCE = parse_preference_args(world_size=PLACE.size, speaks=PLACE.rank == 0)
 
 from megatron.preference.data import make_finetune_dataset_kind, preference_data_provider, with_epoch_iterations
 from megatron.preference.step import PreferenceStep
@@ -30,7 +30,7 @@ def datasets_provider(run: RunContext, counts: tuple[int, int | None, int]) -> D
 @guarded_entry_point
 def main() -> None:
     """Initialize and train."""
-    run = initialize_megatron(ARGS)
+    run = initialize_megatron(CHECKED)
     kind, learns_answers = make_finetune_dataset_kind(run, PREFERENCE), PREFERENCE.finetune_task == "sft"
     step = forward_step if learns_answers else PreferenceStep(PREFERENCE)
     template = None if learns_answers else PREFERENCE.preference_prompt_format

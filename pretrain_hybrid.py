@@ -8,7 +8,7 @@ from megatron.training.launch.launch_info import read_launch_info
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
     PLACE = read_launch_info()
-    ARGS = parse_args(
+    CHECKED = parse_args(
         world_size=PLACE.size,
         speaks=PLACE.rank == 0,
         reads_data="datasets",
@@ -25,7 +25,7 @@ from pretrain_gpt import datasets_provider, forward_step, make_eval_generate_fun
 @guarded_entry_point
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets_provider, model_provider, forward_step, make_eval_generate_function)
+    pretrain(initialize_megatron(CHECKED), datasets_provider, model_provider, forward_step, make_eval_generate_function)
 
 
 if __name__ == "__main__":

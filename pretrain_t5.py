@@ -10,7 +10,7 @@ from megatron.training.launch.launch_info import read_launch_info
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
     PLACE = read_launch_info()
-    ARGS = parse_args(
+    CHECKED = parse_args(
         world_size=PLACE.size,
         speaks=PLACE.rank == 0,
         reads_data="datasets",
@@ -65,7 +65,7 @@ def forward_step(
 @guarded_entry_point
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets_provider, model_provider, forward_step)
+    pretrain(initialize_megatron(CHECKED), datasets_provider, model_provider, forward_step)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ DEFAULTS = {"tokenizer_type": "NullTokenizer", "vocab_size": 2, "architecture": 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
     PLACE = read_launch_info()
-    ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data="datasets", defaults=DEFAULTS)
+    CHECKED = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data="datasets", defaults=DEFAULTS)
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,7 @@ def forward_step(
 @guarded_entry_point
 def main() -> None:
     """Initialize and train."""
-    pretrain(initialize_megatron(ARGS), datasets_provider, model_provider, forward_step)
+    pretrain(initialize_megatron(CHECKED), datasets_provider, model_provider, forward_step)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ DEFAULTS = {"tokenizer_type": "HuggingFaceTokenizer", "vision_model_type": "clip
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
     PLACE = read_launch_info()
-    ARGS = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data="datasets", defaults=DEFAULTS)
+    CHECKED = parse_args(world_size=PLACE.size, speaks=PLACE.rank == 0, reads_data="datasets", defaults=DEFAULTS)
 
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.datasets.blend import build_split_datasets
@@ -88,7 +88,7 @@ def make_eval_generate_function(run: RunContext) -> Samples:
 def main() -> None:
     """Initialize and train."""
     pretrain(
-        initialize_megatron(ARGS),
+        initialize_megatron(CHECKED),
         datasets_provider,
         model_provider,
         forward_step,

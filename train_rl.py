@@ -10,7 +10,7 @@ from megatron.training.launch.launch_info import read_launch_info
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once
     PLACE = read_launch_info()
-    ARGS, RL = parse_rl_args(world_size=PLACE.size, speaks=PLACE.rank == 0)
+    CHECKED, RL = parse_rl_args(world_size=PLACE.size, speaks=PLACE.rank == 0)
 
 from megatron.core.parallel.device import pick_device
 from megatron.core.parallel.mesh import SplitMeshJob
@@ -41,7 +41,7 @@ def main() -> None:
         remote = RayRanks(RL, PLACE, sys.argv, on_gpu=pick_device().type == "cuda")
     if RL.rl_generation_ranks:
         set_world_size_variable(place.size - RL.rl_generation_ranks)
-    run = initialize_megatron(ARGS, split_mesh_builder(RL, place, jobs) if RL.rl_generation_ranks else None)
+    run = initialize_megatron(CHECKED, split_mesh_builder(RL, place, jobs) if RL.rl_generation_ranks else None)
     job = jobs[0] if jobs else None
     if job is not None and place.rank >= job.training:
         run_generation_rank(run, RL, job, read_environments(str(RL.langrl_env_config)))

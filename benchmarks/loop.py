@@ -51,7 +51,7 @@ def overhead(steps: int) -> None:
     import pretrain_gpt
     from megatron.core.optimizer.optimizer import Optimizer
     from megatron.training import loop
-    from megatron.training.cli.arguments import parse_args_or_raise
+    from megatron.training.cli.arguments import parse_args
     from megatron.training.initialize import initialize_megatron
     from megatron.training.state import step
     from megatron.training.state.hooks import StepHooks
@@ -76,7 +76,7 @@ def overhead(steps: int) -> None:
                 spent.append(0.0)
 
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # lines are made, and not shown
-        run = initialize_megatron(parse_args_or_raise([*SHAPE, "--train-iters", str(steps)]))
+        run = initialize_megatron(parse_args([*SHAPE, "--train-iters", str(steps)]))
         providers = pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, pretrain_gpt.forward_step
         loop.pretrain(run, *providers, hooks=[Iterations()])
     rest = [all_ - work + read for all_, work, read in zip(whole, inside, data)][2:-1]

@@ -7,7 +7,6 @@ TENSOR, PIPELINE or SHARDED and see.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -99,7 +98,6 @@ def main() -> None:
     device = torch.device("cpu")
     mesh = Mesh.build(config.parallel, device) if dist.is_initialized() else Mesh.single_process(device)
     run = RunContext(
-        args=argparse.Namespace(),
         config=config,
         mesh=mesh,
         kernels=select_kernels(KernelRequirements()),

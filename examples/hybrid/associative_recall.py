@@ -108,7 +108,6 @@ def learn(pattern: str, pairs: int, steps: int) -> tuple[int, Curve]:
     """Train a network. Returns its number of parameters, and its accuracy on texts that it was not trained with, by step."""
     config, mesh = settings(pattern, pairs, steps), Mesh.single_process(torch.device("cpu"))
     run = RunContext(
-        args=argparse.Namespace(),
         config=config,
         mesh=mesh,
         kernels=select_kernels(KernelRequirements()),

@@ -38,7 +38,7 @@ from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfi
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig, TrainConfig
-from megatron.training.cli.preflight import PreflightResult, fit_elastic_layout, preflight, resolve_and_examine
+from megatron.training.cli.preflight import CheckedRun, fit_elastic_layout, preflight, resolve_and_examine
 
 WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
 # Values for what nobody but the user can know; the report says that they are examples.
@@ -237,7 +237,7 @@ class RunSetup:
         setting = self.with_elastic_layout()
         return setting, resolve_and_examine(setting.config, setting.world_size)[0]
 
-    def run_preflight_checks(self) -> PreflightResult:
+    def run_preflight_checks(self) -> CheckedRun:
         """Return the result of the checks that a run makes before it starts."""
         return preflight(
             self.config,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.core.config.flags.declare import config_from_namespace, raw_flag_values
+from megatron.core.config.flags.declare import config_from_flat_dict, config_from_namespace, raw_flag_values
 from megatron.core.config.settings.run import RequestedRun
 from megatron.preference.settings import PreferenceConfig, preference_config_problems
 from megatron.training.cli.arguments import parse_args
+
+if TYPE_CHECKING:
+    from megatron.training.cli.preflight import CheckedRun
 
 UNKNOWN = 1_000_000  # iterations of a run in epochs, until its data are read
 
@@ -38,13 +41,13 @@ def preference_flag_problems(args: Namespace, world_size: int) -> list[str]:
 
 def parse_preference_args(
     argv: Sequence[str] | None = None, *, world_size: int, speaks: bool
-) -> tuple[Namespace, PreferenceConfig]:
+) -> tuple[CheckedRun, PreferenceConfig]:
     """Parse and check the command line; print what is wrong and exit with code 2 otherwise.
 
     argv: None: this process's. world_size: ranks that will run. speaks: this rank prints what is wrong.
     """
     argv = sys.argv[1:] if argv is None else argv
-    args = parse_args(
+    checked = parse_args(
         argv,
         defaults=preference_flag_defaults(argv),
         extra=(PreferenceConfig,),
@@ -53,4 +56,4 @@ def parse_preference_args(
         reads_data="lines",
         own_problems=preference_flag_problems,
     )
-    return args, config_from_namespace(PreferenceConfig, args)
+    return checked, config_from_flat_dict(PreferenceConfig, checked.given)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.core.config.flags.declare import config_from_namespace, raw_flag_values
+from megatron.core.config.flags.declare import config_from_flat_dict, config_from_namespace, raw_flag_values
 from megatron.core.config.rules.engine import NEEDS, broken_rules
 from megatron.core.config.rules.rule import ConfigRuleInput
 from megatron.core.config.settings.run import RequestedRun
 from megatron.rl.settings import RLConfig, generation_run_config, rl_config_problems
 from megatron.training.cli.arguments import parse_args
+
+if TYPE_CHECKING:
+    from megatron.training.cli.preflight import CheckedRun
 
 
 def rl_flag_defaults(words: Sequence[str]) -> Mapping[str, Any]:
@@ -61,7 +64,7 @@ def rl_flag_problems(args: Namespace, world_size: int) -> list[str]:
     return lines
 
 
-def parse_rl_args(argv: Sequence[str] | None = None, *, world_size: int, speaks: bool) -> tuple[Namespace, RLConfig]:
+def parse_rl_args(argv: Sequence[str] | None = None, *, world_size: int, speaks: bool) -> tuple[CheckedRun, RLConfig]:
     """Parse and check the command line; print what is wrong and exit with code 2 otherwise.
 
     argv: None: this process's. world_size: ranks of the job. speaks: this rank prints what is wrong.
@@ -72,7 +75,7 @@ def parse_rl_args(argv: Sequence[str] | None = None, *, world_size: int, speaks:
         if speaks:
             sys.stderr.write(f"ConfigError: {no_training_ranks_message(world_size)}\n")
         raise SystemExit(2)
-    args = parse_args(
+    checked = parse_args(
         argv,
         defaults=rl_flag_defaults(argv),
         extra=(RLConfig,),
@@ -81,4 +84,4 @@ def parse_rl_args(argv: Sequence[str] | None = None, *, world_size: int, speaks:
         reads_data="datasets",
         own_problems=rl_flag_problems,
     )
-    return args, config_from_namespace(RLConfig, args)
+    return checked, config_from_flat_dict(RLConfig, checked.given)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron.core.config.flags.declare import raw_flag_values
+from megatron.core.config.flags.declare import config_from_flat_dict, raw_flag_values
 from megatron.tasks.flags import TaskConfig, task_flag_defaults, task_flag_problems
 from megatron.training.cli.arguments import parse_args
 from megatron.training.launch.launch_info import read_launch_info
@@ -21,7 +21,7 @@ def main() -> None:
     if "--task" not in raw_flag_values(sys.argv) and not {"-h", "--help"} & set(sys.argv):
         sys.stderr.write("ConfigError: no --task stands on the command line; --help names them\n" * (place.rank == 0))
         sys.exit(2)
-    args = parse_args(
+    checked = parse_args(
         world_size=place.size,
         speaks=place.rank == 0,
         extra=(TaskConfig,),
@@ -30,4 +30,4 @@ def main() -> None:
     )
     from megatron.tasks.run import run_task
 
-    run_task(args)
+    run_task(checked, config_from_flat_dict(TaskConfig, checked.given))

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
-from megatron.core.config.flags.declare import config_from_namespace
 from megatron.tasks.finetune import finetune
 from megatron.tasks.flags import ZERO_SHOT, TaskConfig
 from megatron.tasks.zeroshot import run_zero_shot
+from megatron.training.cli.preflight import CheckedRun
 from megatron.training.entry import guarded_entry_point
 from megatron.training.hooks.run_record import supervised
 from megatron.training.initialize import initialize_megatron
 
 
-def run_task(args: Namespace) -> None:
+def run_task(checked: CheckedRun, task: TaskConfig) -> None:
     """Initialize the run and do the task; an error ends all ranks and is shown once."""
 
     @guarded_entry_point
     def main() -> None:
-        task, run = config_from_namespace(TaskConfig, args), initialize_megatron(args)
+        run = initialize_megatron(checked)
         with supervised(run):
             (run_zero_shot if task.task in ZERO_SHOT else finetune)(run, task)
             run.run_log.add("end", reason="complete", iteration=run.progress.iteration)

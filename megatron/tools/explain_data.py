@@ -18,9 +18,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from io import TextIOWrapper
 
-from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.flags.declare import ConfigError, config_from_namespace, raise_config_error_if
 from megatron.core.config.plan.stages import stage_specs_of_run
-from megatron.core.config.settings.run import RunConfig
+from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.datasets.data_splits import SPLITS
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.kinds import KINDS
@@ -29,7 +29,8 @@ from megatron.core.parallel.grid import axis_rank_groups
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.plan.command import ENTRIES
 from megatron.tools.parser import ToolArgumentParser, exit_on
-from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
+from megatron.training.cli.arguments import parse_args_unchecked
+from megatron.training.cli.preflight import resolve_and_examine
 from megatron.training.data.inspect_samples import (
     DocumentOccurrence,
     MicrobatchDescription,
@@ -97,9 +98,9 @@ def _make_data_inspector(
 ) -> tuple[RunDataInspector, list[int] | None]:
     """Return (inspector of the run's data, data-parallel ranks to print or None for all)."""
     defaults = ENTRIES[f"pretrain_{options.entry}.py"].defaults(())
-    config = run_config_of_args(
-        parse_args_or_raise(flags, defaults=defaults, world_size=options.world_size), options.world_size
-    )
+    args = parse_args_unchecked(flags, defaults=defaults)
+    config, problems = resolve_and_examine(config_from_namespace(RequestedRun, args), options.world_size)
+    raise_config_error_if([*args.problems, *(message for _, message in problems)])
     ranks = None if options.rank is None else [_dp_rank_of_rank_flag(options, config)]
     if options.resumed_at is not None and len(options.resumed_at) > 3:
         raise ConfigError(f"--resumed-at takes up to 3 numbers, not {len(options.resumed_at)}")

@@ -9,12 +9,13 @@ from megatron.training.report.timers import Timers
 from megatron.training.state.run import RunContext
 
 _RUN: RunContext | None = None
+_ARGS = argparse.Namespace()
 
 
 def set_global_run(run: RunContext) -> None:
     """Set the global run that the getters of this module return. Called once, by initialize_megatron."""
-    global _RUN
-    _RUN = run
+    global _RUN, _ARGS
+    _RUN, _ARGS = run, argparse.Namespace(**run.given)
 
 
 def get_global_run() -> RunContext:
@@ -26,7 +27,8 @@ def get_global_run() -> RunContext:
 
 def get_args() -> argparse.Namespace:
     """Return the namespace of the command line."""
-    return get_global_run().args
+    get_global_run()
+    return _ARGS
 
 
 def get_tokenizer() -> Tokenizer:

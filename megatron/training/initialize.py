@@ -1,12 +1,11 @@
-"""initialize_megatron(args) -> Run: everything that happens once, before a model is built.
+"""initialize_megatron(checked) -> Run: everything that happens once, before a model is built.
 
-The order matters: settings are checked, the tokenizer is read and the save folder tried before any rank waits for
-another, so that a mistake costs a second and not a time-out.
+The order matters: settings were checked and the tokenizer was read (cli/preflight.py), and the save folder is tried before any
+rank waits for another, so that a mistake costs a second and not a time-out.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -16,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from megatron.core.config.flags.declare import ConfigError, config_from_namespace, raise_config_error_if
+from megatron.core.config.flags.declare import ConfigError, raise_config_error_if
 from megatron.core.config.mixers.table import recurrent_mixers
 from megatron.core.config.plan.network import unused_kernel_ops
 from megatron.core.config.settings.parallel import can_exchange_heads
-from megatron.core.config.settings.run import RequestedRun, RunConfig
+from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import check_save_folder_writable
 from megatron.core.kernels.choice.startup_check import select_kernels_with_trials
 from megatron.core.kernels.low_precision import recipes
@@ -28,10 +27,9 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.device import device_name, disable_malloc_trim, pick_device, set_current_device, synchronize
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.tokenizers.base import Tokenizer
 from megatron.training import global_vars
 from megatron.training.cli.device_checks import kernel_requirements
-from megatron.training.cli.preflight import fit_elastic_layout, preflight
+from megatron.training.cli.preflight import CheckedRun
 from megatron.training.hooks.run_record import run_log_path
 from megatron.training.launch.elastic import elastic_layout_change_text
 from megatron.training.launch.launch_info import read_launch_info, world_size
@@ -48,16 +46,19 @@ from megatron.training.state.run import RunContext
 MeshOf = Callable[[RunConfig, torch.device], tuple[Mesh, RunConfig]]
 
 
-def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None) -> RunContext:
-    """Check the settings, join the other ranks, and return the run that every provider receives; exit with code 2, one
-    rank saying why, if they cannot be used. mesh_of: makes mesh and config, where not all ranks are one mesh.
+def initialize_megatron(checked: CheckedRun, mesh_of: MeshOf | None = None) -> RunContext:
+    """Join the other ranks, and return the run that every provider receives; exit with code 2, one rank saying why, if
+    it cannot start. mesh_of: makes mesh and config, where not all ranks are one mesh.
     """
     try:
-        config, tokenizer = _checked_config_and_tokenizer(args)
+        _require_startable(checked)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
+    config, tokenizer = checked.config, checked.tokenizer
+    assert tokenizer is not None, "a run whose tokenizer cannot be read is refused"
+    layout_change = elastic_layout_change_text(*checked.layouts, world_size=checked.world_size, ranks=checked.ranks)
     log = _make_console_logger(config)
     device = pick_device()
     set_current_device(device)
@@ -72,7 +73,9 @@ def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None)
     )
     streams = RandomStreams.build(mesh, config.train.seed, per_data_rank=config.train.data_parallel_random_init)
     run = RunContext(
-        args=args,
+        given=checked.given,
+        origins=checked.origins,
+        notes=(*checked.notes, *filter(None, [layout_change])),
         config=config,
         mesh=mesh,
         kernels=chosen.kernels,
@@ -84,8 +87,7 @@ def initialize_megatron(args: argparse.Namespace, mesh_of: MeshOf | None = None)
     )
     global_vars.set_global_run(run)
     parallel_state.install_mesh(mesh)
-    lines = (*getattr(args, "messages", ()), *chosen.failures)
-    for message in (*lines, *filter(None, [missing_launcher_store_warning(read_launch_info())])):
+    for message in filter(None, (*run.notes, *chosen.failures, missing_launcher_store_warning(read_launch_info()))):
         run.print_rank_0(message)
     _print_startup_summary(run)
     return run
@@ -100,25 +102,19 @@ def leave_process_group() -> None:
         dist.destroy_process_group()
 
 
-def _checked_config_and_tokenizer(args: argparse.Namespace) -> tuple[RunConfig, Tokenizer]:
-    """Return the checked config and the tokenizer; `ConfigError` otherwise. A spare rank waits here and exits."""
-    checked = preflight(config_from_namespace(RequestedRun, args), world_size(), origins=getattr(args, "origins", {}))
+def _require_startable(checked: CheckedRun) -> None:
+    """Raise `ConfigError` if the run cannot start. With --elastic, a spare rank waits here for the others and exits."""
+    # Batches and layout follow from the number of ranks: with another, the config would be wrong without a word.
+    assert checked.world_size == world_size(), f"checked for {checked.world_size} ranks, started on {world_size()}"
     raise_config_error_if(line for _, line in checked.problems)
-    assert checked.tokenizer is not None, "a run whose tokenizer cannot be read is refused"
-    args.messages = list(dict.fromkeys([*getattr(args, "messages", ()), *checked.notes]))
-    config = checked.config
-    _hold_spare_ranks(args)
-    if config.checkpoint.save and os.environ.get("RANK", "0") == "0":
-        check_save_folder_writable(config.checkpoint.save)
-    return config, checked.tokenizer
+    _hold_spare_ranks(checked.ranks)
+    if checked.config.checkpoint.save and os.environ.get("RANK", "0") == "0":
+        check_save_folder_writable(checked.config.checkpoint.save)
 
 
-def _hold_spare_ranks(args: argparse.Namespace) -> None:
-    """With --elastic, a rank beyond those that train waits for them and exits here; `args.messages` tells of it."""
-    given, place = config_from_namespace(RequestedRun, args), read_launch_info()
-    chosen, ranks = fit_elastic_layout(given, place.size)
-    if line := elastic_layout_change_text(given.parallel, chosen.parallel, world_size=place.size, ranks=ranks):
-        args.messages = [*getattr(args, "messages", ()), line]
+def _hold_spare_ranks(ranks: int) -> None:
+    """With --elastic, a rank beyond the `ranks` that train waits for them and exits here."""
+    place = read_launch_info()
     if ranks == place.size:  # ranks beyond these, if any, are of another mesh (--rl-generation-ranks)
         return
     if place.rank >= ranks:

@@ -23,10 +23,9 @@ import torch.distributed as dist
 import pretrain_gpt
 from megatron.core.dist_checkpointing import checkpoint_folders
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
-from megatron.training.cli.arguments import parse_args_or_raise
 from megatron.training.initialize import initialize_megatron, leave_process_group
 from megatron.training.loop import pretrain
-from tests.helpers.programme import TINY
+from tests.helpers.programme import TINY, checked
 
 INTERVAL = 2
 FLAGS = (
@@ -72,7 +71,7 @@ def rank_lives(rank: int, ranks: int, port: int, flags: list[str], output: str) 
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
     )
-    run = initialize_megatron(parse_args_or_raise([*TINY, *flags], world_size=ranks))
+    run = initialize_megatron(checked([*TINY, *flags], world_size=ranks))
     pretrain(run, pretrain_gpt.datasets_provider, pretrain_gpt.model_provider, pretrain_gpt.forward_step)
     leave_process_group()
     sys.stdout.flush()

@@ -28,12 +28,11 @@ from megatron.core.optimizer import optimizer
 from megatron.core.parallel.spec import param_spec_of
 from megatron.training import loop
 from megatron.training.checkpoint import checkpointing
-from megatron.training.cli.arguments import parse_args_or_raise
 from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.state import step
 from megatron.training.state.run import RunContext
-from tests.helpers.programme import TINY, write_tokens
+from tests.helpers.programme import TINY, checked, write_tokens
 
 ITERATION = 2  # in which it happens
 PHASES = ("start-up", "data", "forward", "backward", "reduce", "optimizer", "save", "evaluation")
@@ -145,7 +144,7 @@ def rank_runs(case: Case, rank: int, port: int, folder: str) -> None:
 
     @guarded_entry_point
     def main() -> None:
-        run = initialize_megatron(parse_args_or_raise(flags, world_size=case.ranks))
+        run = initialize_megatron(checked(flags, world_size=case.ranks))
         providers = (
             _planted(case, run, folder)
             if rank == case.rank

@@ -90,10 +90,7 @@ LATE_OWN = (
     ("megatron/training/cli/arguments.py", "megatron.core.families.megatron.open.read_megatron_arguments"),
     ("megatron/training/cli/preflight.py", "megatron.training.cli.device_checks.unsupported_by_machine"),
     ("megatron/training/cli/preflight.py", "megatron.training.cli.device_checks.device_type"),
-    *(
-        ("megatron/training/cli/arguments.py", f"megatron.training.cli.preflight.{name}")
-        for name in ("preflight", "resolve_and_examine")
-    ),
+    ("megatron/training/cli/arguments.py", "megatron.training.cli.preflight.check_arguments"),
     ("megatron/core/models/flops.py", "megatron.core.optimizer.optimizer.update_rule_named"),
     ("megatron/core/models/describe.py", "megatron.core.models.on_meta.rank_parameter_sizes"),
     ("megatron/rl/planned_memory.py", "megatron.core.dist_checkpointing.checkpoint_folders.CheckpointError"),
@@ -110,10 +107,8 @@ FLAG_READERS = (
     "megatron/core/config/flags/declare.py",
     "megatron/training/cli/arguments.py",
     "megatron/training/cli/help.py",
-    "megatron/training/state/run.py",
-    "megatron/training/initialize.py",
+    "megatron/training/cli/preflight.py",
     "megatron/training/global_vars.py",
-    "megatron/tasks/run.py",
     "megatron/rl/arguments.py",
     "megatron/preference/arguments.py",
     "megatron/tools/parser.py",

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 
 import pretrain_gpt
+from megatron.core.config.flags.declare import raise_config_error_if
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
-from megatron.training.cli.arguments import parse_args_or_raise
+from megatron.training.cli.arguments import parse_args_unchecked
+from megatron.training.cli.preflight import CheckedRun, check_arguments
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import DatasetProvider
 from megatron.training.loop import pretrain
@@ -29,11 +31,18 @@ TINY = (
 ).split()
 
 
+def checked(argv: Sequence[str], *, world_size: int = 1) -> CheckedRun:
+    """A command line that was checked; `ConfigError` with all that is wrong."""
+    run = check_arguments(parse_args_unchecked(argv), world_size)
+    raise_config_error_if(line for _, line in run.problems)
+    return run
+
+
 def started(argv: Sequence[str]) -> RunContext:
     """A run up to where providers are called. Lines go to the standard output of now."""
     log = logging.getLogger("megatron")
     log.handlers.clear()
-    return initialize_megatron(parse_args_or_raise([*TINY, *argv]))
+    return initialize_megatron(checked([*TINY, *argv]))
 
 
 def trained(

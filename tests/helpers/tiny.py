@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 from collections.abc import Iterator
@@ -77,7 +76,6 @@ def run_of(settings: RunConfig, device: torch.device = DEVICE) -> RunContext:
     if device.type == "cuda":
         need = kernel_requirements(settings, device)
     return RunContext(
-        args=argparse.Namespace(),
         config=settings,
         mesh=mesh,
         kernels=select_kernels_with_trials(settings, need, device).kernels,

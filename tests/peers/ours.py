@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt
-from megatron.training.cli.arguments import parse_args_or_raise
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import pretrain
+from tests.helpers.programme import checked
 
 
 def logged_steps(words: Sequence[str], log: Path) -> list[dict[str, Any]]:
     """Run pretrain_gpt with these words of a command line. Returns the lines of its steps, or raises what refused it."""
     logging.getLogger("megatron").handlers.clear()
-    run = initialize_megatron(parse_args_or_raise([*words, "--log-jsonl", str(log)]))
+    run = initialize_megatron(checked([*words, "--log-jsonl", str(log)]))
     try:
         pretrain(
             run,

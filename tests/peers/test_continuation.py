@@ -11,7 +11,7 @@ import torch
 from megatron.core.families.megatron.open import open_megatron_checkpoint
 from megatron.core.families.megatron.source import MegatronSource
 from megatron.core.parallel.boxes import whole_box
-from megatron.training.cli.arguments import parse_args_or_raise
+from tests.helpers.flags import parse_args_or_raise
 from tests.peers.cases import CASES, LAST, RELEASES, RUN, SAVED
 from tests.peers.make_fixtures import VERSION, cases_of, install, newest_version, run_case, unpack
 from tests.peers.ours import logged_steps

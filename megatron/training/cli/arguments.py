@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -33,7 +33,7 @@ from megatron.core.config.flags.declare import (
 from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.data import DataFiles, TokenizerConfig, resumed_null_vocab_size
-from megatron.core.config.settings.run import RequestedRun, RunConfig
+from megatron.core.config.settings.run import RequestedRun
 from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import (
     CheckpointError,
@@ -45,6 +45,9 @@ from megatron.training.cli.commands import command_name, with_command_names
 from megatron.training.cli.help import HelpAction
 from megatron.training.cli.legacy_flags import similar_flags, translate_legacy_flags
 from megatron.training.launch.launch_info import install_interrupt_excepthook, read_launch_info
+
+if TYPE_CHECKING:
+    from megatron.training.cli.preflight import CheckedRun
 
 # What a checkpoint says of images that speaks of how its run trained, not of its network.
 _OF_THE_RUN = {
@@ -93,8 +96,8 @@ def parse_args(
     speaks: bool = True,
     reads_data: DataFiles = "none",
     own_problems: Callable[[argparse.Namespace, int], Iterable[str]] = lambda args, world_size: (),
-) -> argparse.Namespace:
-    """Check the command line with `preflight`; print what is wrong and exit with code 2 if the run cannot start.
+) -> CheckedRun:
+    """Parse and check the command line; print what is wrong and exit with code 2 if the run cannot start.
     defaults: the script's own. world_size: ranks that will run. speaks: whether this rank prints errors; those of files
     and machine are printed by one rank of each machine. reads_data: see `preflight`. own_problems: (namespace, number
     of ranks) -> what is wrong with the script's own flags, a line each.
@@ -104,14 +107,12 @@ def parse_args(
         args = parse_args_unchecked(
             sys.argv[1:] if argv is None else list(argv), defaults=defaults, extra=extra, provider=provider
         )
-        from megatron.training.cli.preflight import preflight  # needs numpy, which --help does not wait for
+        from megatron.training.cli.preflight import check_arguments  # needs numpy, which --help does not wait for
 
-        given = config_from_namespace(RequestedRun, args)
-        checked = preflight(given, world_size, reads_data=reads_data, origins=args.origins)
+        checked = check_arguments(args, world_size, reads_data=reads_data, own_problems=own_problems)
         place = read_launch_info()
         speaks = speaks or place.rank > 0 == place.local_rank and checked.has_local_problems
-        own = () if args.problems else own_problems(args, world_size)
-        raise_config_error_if([*args.problems, *(line for _, line in checked.problems), *own])
+        raise_config_error_if(line for _, line in checked.problems)
     except ConfigError as error:
         if speaks:
             sys.stderr.write(with_command_names(f"ConfigError: {error}\n{WHERE_TO_LOOK}\n", command_name()))
@@ -119,24 +120,7 @@ def parse_args(
             # A launcher ends all ranks when the first of them ends: let that be the one that says why.
             time.sleep(HEAD_START)
         raise SystemExit(2) from None
-    return args
-
-
-def parse_args_or_raise(
-    argv: Sequence[str],
-    *,
-    defaults: Mapping[str, Any] | None = None,
-    extra: Sequence[type] = (),
-    provider: Provider | None = None,
-    world_size: int = 1,
-) -> argparse.Namespace:
-    """Parse the command line; `ConfigError` for broken rules between flags. Files and machine are not checked."""
-    args = parse_args_unchecked(argv, defaults=defaults, extra=extra, provider=provider)
-    from megatron.training.cli.preflight import resolve_and_examine  # as above
-
-    _, problems = resolve_and_examine(config_from_namespace(RequestedRun, args), world_size)
-    raise_config_error_if([*args.problems, *(line for _, line in problems)])
-    return args
+    return checked
 
 
 def parse_args_unchecked(
@@ -199,15 +183,6 @@ def missing_hybrid_pattern_problems(args: Any, world_size: int) -> list[str]:
         f"no flag says which layers have a state: give --hybrid-layer-pattern{pure}, or --experimental-attention-variant; pretrain_gpt.py trains a "
         "GPT"
     ]
-
-
-def run_config_of_args(args: argparse.Namespace, world_size: int) -> RunConfig:
-    """Return the resolved `RunConfig` of a namespace; `ConfigError` with every broken rule."""
-    from megatron.training.cli.preflight import resolve_and_examine  # as above
-
-    config, problems = resolve_and_examine(config_from_namespace(RequestedRun, args), world_size)
-    raise_config_error_if(message for _, message in problems)
-    return config
 
 
 def _parse_collecting_problems(

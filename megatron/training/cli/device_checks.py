@@ -22,11 +22,11 @@ def device_type() -> str:
     return pick_device().type
 
 
-def unsupported_by_machine(config: RunConfig, device: str = "") -> list[tuple[str, str]]:
-    """Return (rule, message) for what cannot run here, or on `device` of another machine (software unchecked)."""
+def unsupported_by_machine(config: RunConfig, device: str = "") -> list[str]:
+    """Return a message for what cannot run here, or on `device` of another machine (software unchecked)."""
     here = device in ("", device_type())
     lines = _kernel_problems(config, torch.device(device) if device else pick_device(), here=here)
-    return [("machine", line) for line in lines + (_missing_device_features(config, pick_device()) if here else [])]
+    return lines + (_missing_device_features(config, pick_device()) if here else [])
 
 
 def _kernel_problems(config: RunConfig, device: torch.device, *, here: bool) -> list[str]:

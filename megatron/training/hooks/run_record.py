@@ -104,7 +104,7 @@ def _record_run_start(run: RunContext, machines: Sequence[tuple[str, str]]) -> N
         layout=layout,
         settings=settings,
         origins=origins,
-        messages=list(getattr(run.args, "messages", ())),
+        messages=list(run.notes),
         code=code_version_record(),
         environment=environment_record(machines),
         kernels={op: name for op, name, _ in run.kernels.report},
@@ -117,14 +117,13 @@ def _record_run_start(run: RunContext, machines: Sequence[tuple[str, str]]) -> N
 
 def _settings_and_origins(run: RunContext) -> tuple[dict[str, Any], dict[str, str]]:
     """Return (every setting as the run uses it, where each that is not our default comes from)."""
-    given, requested_by = vars(run.args), getattr(run.args, "origins", {})
     settings, origins = config_to_flat_dict(run.config), {}
     for name, value in settings.items():
-        requested = given.get(name, value)
+        requested = run.given.get(name, value)
         if (list(requested) if isinstance(requested, tuple) else requested) != value:
             origins[name] = "derived"
-        elif name in requested_by:
-            origins[name] = requested_by[name]
+        elif name in run.origins:
+            origins[name] = run.origins[name]
     return {name: value for name, value in settings.items() if value is not None}, origins
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ class TerminationSignalState:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What one process knows of the run: config, mesh, kernels, tokenizer, logs, counters."""
+    """What one process knows of the run. given, origins, notes: of its settings, as in `CheckedRun`."""
 
     config: RunConfig
     mesh: Mesh
@@ -56,7 +57,9 @@ class RunContext:
     streams: RandomStreams
     timers: Timers = field(default_factory=lambda: Timers(level=0))
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("megatron"))
-    args: argparse.Namespace = field(default_factory=argparse.Namespace)
+    given: Mapping[str, Any] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     run_log: RunLog = field(default_factory=RunLog)
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     ending: TerminationSignalState = field(default_factory=TerminationSignalState)

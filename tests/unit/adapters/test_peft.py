@@ -31,9 +31,9 @@ from megatron.tools.checkpoint import adapter as tool
 from megatron.training.checkpoint.adapters import open_adapters, possible_base_model_names, source_base_hash
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
 from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
+from tests.helpers.flags import parse_args_or_raise, run_config_of_args
 from tests.helpers.tiny import VOCABULARY
 from tests.helpers.training import train_on
 

@@ -55,9 +55,9 @@ class FinetunedHere(RanksHere):
 
     def __init__(self, command: Sequence[str], count: int, output: Path) -> None:
         self.failure = ""
-        args, preference = parse_preference_args(command[2:], world_size=1, speaks=True)
+        checked, preference = parse_preference_args(command[2:], world_size=1, speaks=True)
         logging.getLogger("megatron").handlers.clear()
-        started = initialize_megatron(args)
+        started = initialize_megatron(checked)
         kind = make_finetune_dataset_kind(started, preference)
         pretrain(
             with_epoch_iterations(started, preference, kind),

@@ -177,8 +177,8 @@ def test_a_rank_that_generates_is_no_spare_rank(monkeypatch: pytest.MonkeyPatch)
     for name, value in {"RANK": "2", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     words = f"{NETWORK} {POLICY} --train-iters 1 --grpo-kl-beta 0 --langrl-env-config x --rl-generation-ranks 1"
-    args, _ = parse_rl_args(words.split(), world_size=3, speaks=True)
-    initialize._hold_spare_ranks(args)
+    checked, _ = parse_rl_args(words.split(), world_size=3, speaks=True)
+    initialize._hold_spare_ranks(checked.ranks)
 
 
 def test_a_rank_that_generates_goes_on_at_a_signal_for_those_that_train_to_save() -> None:

@@ -14,7 +14,7 @@ from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import whole_box
 from megatron.tools.checkpoint.combine import main
 from megatron.training.checkpoint.formats import open_checkpoint
-from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
+from tests.helpers.flags import parse_args_or_raise, run_config_of_args
 from tests.unit.families.test_vision import TEXT, clip, saved
 
 

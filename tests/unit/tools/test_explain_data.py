@@ -19,12 +19,12 @@ from megatron.core.datasets.indexed import DataError, IndexedDataset
 from megatron.core.kernels.choice.table import KernelRequirements, select_kernels
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.tools.explain_data import main
-from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
 from megatron.training.data.inspect_samples import MicrobatchDescription, ResumeCounters, RunDataInspector
 from megatron.training.loop import pretrain
 from megatron.training.state.batch import Batch
 from megatron.training.state.run import RunContext
 from tests.helpers import tiny
+from tests.helpers.flags import parse_args_or_raise, run_config_of_args
 from tests.helpers.programme import SEQUENCE, TINY, VOCABULARY, write_tokens
 from tests.helpers.world import Worlds
 from tests.unit.datasets.test_images import picture

@@ -8,8 +8,8 @@ import pytest
 
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.models.describe import count_parameters
-from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
 from tests.helpers.architecture import ROOT
+from tests.helpers.flags import parse_args_or_raise, run_config_of_args
 from tests.unit.tools_and_examples.test_launchers import Command, bash, launch
 
 LAUNCHERS = {

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
 from megatron.training.state.microbatches import BatchSchedule
 from tests.helpers.architecture import ROOT
+from tests.helpers.flags import parse_args_or_raise, run_config_of_args
 
 LAUNCHERS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples/gpt3").glob("train_*.sh"))
 PATHS = ("checkpoints", "tensorboard", "vocab.json", "merges.txt", "corpus_text_document")

@@ -17,8 +17,9 @@ from megatron.tasks.flags import TaskConfig, task_flag_defaults
 from megatron.tasks.glue import read_glue_samples
 from megatron.tasks.race import read_race_questions
 from megatron.tasks.zeroshot import read_lambada_passages, read_perplexity_text
-from megatron.training.cli.arguments import parse_args_or_raise, parse_args_unchecked, run_config_of_args
+from megatron.training.cli.arguments import parse_args_unchecked
 from tests.helpers.architecture import ROOT
+from tests.helpers.flags import parse_args_or_raise, run_config_of_args
 from tests.unit.tools_and_examples.test_launchers import bash, launch
 
 FOLDER = ROOT / "examples/tasks"

@@ -24,13 +24,8 @@ from megatron.core.config.flags.declare import (
 )
 from megatron.core.config.settings.run import RequestedRun
 from megatron.core.dist_checkpointing import checkpoint_folders
-from megatron.training.cli.arguments import (
-    make_parser,
-    parse_args,
-    parse_args_or_raise,
-    parse_args_unchecked,
-    run_config_of_args,
-)
+from megatron.training.cli.arguments import make_parser, parse_args, parse_args_unchecked
+from tests.helpers.flags import parse_args_or_raise, run_config_of_args
 from tests.helpers.programme import trained, write_tokens
 
 NEEDED = (
@@ -350,7 +345,7 @@ def test_parse_args_prints_the_message_and_exits_with_two(capsys: pytest.Capture
     assert shown.startswith(
         "ConfigError: 1 setting cannot be used as given\n  --num-leyers is not a flag; did you mean --num-layers"
     )
-    assert parse_args([*NEEDED]).num_layers == 2
+    assert parse_args([*NEEDED]).given["num_layers"] == 2
 
 
 def test_read_flags_leaves_rules_alone() -> None:

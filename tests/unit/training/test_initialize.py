@@ -15,13 +15,14 @@ from megatron.core import parallel_state
 from megatron.core.parallel.mesh import Mesh
 from megatron.training import global_vars, initialize
 from megatron.training.checkpoint import inference_model
-from megatron.training.cli.arguments import parse_args_or_raise
+from megatron.training.cli.arguments import parse_args_unchecked
+from megatron.training.cli.preflight import check_arguments
 from megatron.training.initialize import initialize_megatron
 from megatron.training.launch import rendezvous
 from megatron.training.launch.launch_info import read_launch_info
 from megatron.training.state.run import RunContext
 from tests.helpers import tiny
-from tests.helpers.programme import TINY, started
+from tests.helpers.programme import TINY, checked, started
 from tests.helpers.world import Worlds
 
 RUN = ["--mock-data", "--train-iters", "1"]
@@ -48,7 +49,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: p
         place = tiny.index("--vocab-size")
         del tiny[place : place + 2]
     with pytest.raises(SystemExit) as caught:
-        initialize_megatron(parse_args_or_raise([*tiny, *RUN, *words]))
+        initialize_megatron(check_arguments(parse_args_unchecked([*tiny, *RUN, *words]), 1))
     assert caught.value.code == 2
     return capsys.readouterr().err
 
@@ -83,6 +84,11 @@ def test_one_rank_speaks_for_all(capsys: pytest.CaptureFixture[str], monkeypatch
     assert refused(["--tokenizer-type", "WordPiece"], capsys, monkeypatch) == ""
 
 
+def test_a_run_that_was_checked_for_other_ranks_does_not_start() -> None:
+    with pytest.raises(AssertionError, match="checked for 2 ranks, started on 1"):
+        initialize_megatron(checked([*TINY, *RUN], world_size=2))
+
+
 def test_the_run_knows_its_vocabulary_and_the_save_folder_is_there(tmp_path: Path) -> None:
     run = started([*RUN, "--save", str(tmp_path / "new" / "save")])
     assert (run.config.model.true_vocab_size, run.config.model.padded_vocab_size) == (31, 32)
@@ -97,7 +103,7 @@ def test_what_was_understood_in_another_way_is_said(capsys: pytest.CaptureFixtur
 
 def test_the_shims_give_old_scripts_this_runs_things() -> None:
     run = started(RUN)
-    assert global_vars.get_global_run() is run and global_vars.get_args() is run.args
+    assert global_vars.get_global_run() is run and vars(global_vars.get_args()) == run.given
     assert global_vars.get_tokenizer() is run.tokenizer and global_vars.get_timers() is run.timers
     assert parallel_state.model_parallel_is_initialized() and parallel_state.installed_mesh() is run.mesh
     later = started(RUN)

@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing.sharded_state import ShardedTensor
 from megatron.core.kernels.choice.table import KernelRequirements, select_kernels
 from megatron.core.tokenizers.build import NullTokenizer
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.cli.arguments import parse_args_or_raise, run_config_of_args
 from megatron.training.hooks.default import default_hooks
 from megatron.training.loader import build_split_batches
 from megatron.training.session import TrainingSession
@@ -30,6 +29,7 @@ from megatron.training.state.trainer import build_trainer
 from megatron.verify.compare.contents import matches_pattern
 from megatron.verify.state_inventory import INVENTORY, StateCategory, expected_state_names
 from tests.helpers import tiny
+from tests.helpers.flags import parse_args_or_raise, run_config_of_args
 from tests.helpers.programme import TINY, VOCABULARY, write_tokens
 from tests.helpers.training import train_on
 from tests.helpers.world import Worlds
