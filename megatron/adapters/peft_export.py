@@ -106,7 +106,7 @@ def _make_peft_config(model: ModelConfig, file: _PeftExport, base: str | None) -
     return {
         "peft_type": "LORA",
         "peft_version": _VERSION,
-        "task_type": "SEQ_CLS" if model.reward_head else _TASKS.get(model.architecture),
+        "task_type": "SEQ_CLS" if model.reward_head else _TASKS.get(model.architecture.name),
         "base_model_name_or_path": base,
         "bias": file.bias,
         "r": rank,

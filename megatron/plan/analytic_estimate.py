@@ -161,9 +161,9 @@ def _total_layer_and_attention_flops(config: RunConfig) -> tuple[float, float]:
     """Return the FLOPs of all layers for one sample, forward and backward: (products, attention)."""
     model, train = config.model, config.train
     length = train.seq_length
-    if model.architecture == "vit":
+    if model.architecture.classifies_images:
         return flops_per_image(model), 0.0
-    if model.architecture == "t5":
+    if model.architecture.is_encoder_decoder:
         whole = flops_per_sample(model, length, "causal", decoder_length=train.decoder_seq_length)
         return whole - _output_layer_flops(config), 0.0
     whole, products = length * flops_per_token(model, length, "causal"), length * flops_per_token(model, 1, "causal")
@@ -229,7 +229,7 @@ def reduction_and_update_seconds(
 def _tied_embedding_seconds(config: RunConfig, world_size: int, hardware: Hardware) -> float:
     """Return the seconds in which the first and the last stage sum the gradients of an embedding that both have."""
     model, line = config.model, rank0_groups(config, world_size)["pp"]
-    if model.untie_embeddings_and_output_weights or len(line) == 1 or model.architecture == "vit":
+    if model.untie_embeddings_and_output_weights or len(line) == 1 or model.architecture.classifies_images:
         return 0.0
     moved = model.padded_vocab_size * model.hidden_size / config.parallel.tp
     moved *= BYTES[config.precision.gradient_dtype_name]

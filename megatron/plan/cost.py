@@ -372,7 +372,7 @@ def _attention_flops(event: StepEvent, config: RunConfig) -> float:
 
 def _attended_share(config: RunConfig) -> float:
     """Return the share of keys that a query attends to."""
-    return 0.5 if config.model.architecture == "gpt" else 1.0
+    return 0.5 if config.model.architecture.is_decoder_only else 1.0
 
 
 def tensor_bytes_of_event(event: StepEvent) -> float:

@@ -84,7 +84,7 @@ def can_profile(config: RunConfig) -> bool:
         and (parallel.pp > 1 or config.model.moe.num_experts)
         or parallel.hybrid_context_parallel
         or config.offload.offloads_activations
-        or config.model.architecture == "vit"
+        or config.model.architecture.classifies_images
     )
 
 

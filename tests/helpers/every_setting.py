@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.config.flags.declare import config_from_flat_dict, config_to_flat_dict, flag_fields
+from megatron.core.config.settings.architecture import Architecture
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.plan.command import parse_training_command
@@ -129,6 +130,8 @@ def other(name: str, kind: Any, value: Any) -> Any:
     """Another value of a field."""
     if name in OTHERS:
         return OTHERS[name]
+    if kind is Architecture:
+        return "bert" if value == "gpt" else "gpt"
     kinds = typing.get_args(kind) or (kind,)
     if typing.get_origin(kind) is typing.Literal:
         return next(one for one in kinds if one != value)

@@ -115,4 +115,4 @@ PROVIDERS = {
 
 def trainer_of(run: RunContext) -> Trainer:
     """A trainer of the tiny network that the config speaks of."""
-    return build_trainer(run, *PROVIDERS[run.config.model.architecture])
+    return build_trainer(run, *PROVIDERS[run.config.model.architecture.name])

@@ -364,7 +364,7 @@ def logits_here(path: Path, layout: dict[str, Any]) -> Said | None:
     )
     run = tiny.run_of(config)
     (stage,) = [stage for stage in stage_specs_of_run(config) if stage.rank == run.mesh.pp.rank]
-    model = NETWORKS[config.model.architecture](stage, run.layer_build_context).materialize(1).eval()
+    model = NETWORKS[config.model.architecture.name](stage, run.layer_build_context).materialize(1).eval()
     fill(model, source, run.mesh)
     with torch.no_grad():
         message = (
@@ -679,7 +679,9 @@ def test_a_network_of_ours_is_loaded_by_transformers_and_computes_the_same_there
     family, settings = OURS[ours]
     config = tiny.config(**settings)
     (stage,) = stage_specs_of_run(config)
-    model = NETWORKS[config.model.architecture](stage, tiny.run_of(config).layer_build_context).materialize(5).eval()
+    model = (
+        NETWORKS[config.model.architecture.name](stage, tiny.run_of(config).layer_build_context).materialize(5).eval()
+    )
     source = Held(model, config_to_flat_dict(config.model))
     assert hf_export.export_hf_folder(source, tmp_path / "out").name == family
     (named,) = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]

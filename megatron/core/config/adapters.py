@@ -102,10 +102,7 @@ def linear_shapes_of_layer(model: ModelConfig, plan: LayerStructure) -> dict[str
 
 def layer_module_path(model: ModelConfig, plan: LayerStructure) -> str:
     """Return the global name of a layer, such as `decoder.layers.3`."""
-    if model.architecture == "vit":
-        return f"vision_model.encoder.layers.{plan.index}"
-    encodes = model.architecture == "bert" or (model.architecture == "t5" and not plan.has_cross_attention)
-    return f"{'encoder' if encodes else 'decoder'}.layers.{plan.index}"
+    return f"{model.architecture.layers[plan.has_cross_attention]}.{plan.index}"
 
 
 def layer_adapter_plans(model: ModelConfig, plan: LayerStructure) -> tuple[AdapterPlan, ...]:

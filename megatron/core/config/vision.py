@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from megatron.core.config.settings.architecture import VIT
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 
 
 @lru_cache(maxsize=64)
 def vision_encoder_config(model: ModelConfig) -> ModelConfig:
     """Return the config of the vision encoder of a network that reads images; that of a vision transformer unchanged."""
-    if model.architecture == "vit":
+    if model.architecture.classifies_images:
         return model
     vision = model.vision
     return RequestedModel(
-        architecture="vit",
+        architecture=VIT,
         num_layers=vision.vision_num_layers,
         hidden_size=vision.vision_hidden_size,
         ffn_hidden_size=vision.vision_ffn_hidden_size,

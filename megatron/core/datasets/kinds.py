@@ -209,8 +209,7 @@ def dataset_kind_of_run(run: RunConfig, tokenizer: Tokenizer) -> DatasetKind:
     """Return the dataset kind that the entry script of a network reads. `ConfigError` if the tokenizer or the settings
     cannot give it.
     """
-    names = {"bert": "bert", "t5": "t5", "vit": "vision_classify"}
-    return KINDS[names.get(run.model.architecture, "vlm" if run.model.has_vision else "gpt")](run, tokenizer)
+    return KINDS["vlm" if run.model.has_vision else run.model.architecture.dataset](run, tokenizer)
 
 
 # What each entry script trains on, for tools that look at a run's data without running it.

@@ -139,7 +139,7 @@ def count_rank_parameters(
 
 def _stage_without_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
     """Return the stage without layers that do not affect the rest: stages that differ in them are built once."""
-    if model.architecture == "t5":  # the stage that ends the encoder has the final norm
+    if model.architecture.is_encoder_decoder:  # the stage that ends the encoder has the final norm
         return stage
     return replace(stage, index=0, count=1, rank=0, chunk=0, layers=())
 
@@ -192,7 +192,7 @@ def _parameter_sizes_on_meta(
 
 def _strip_vision_model_prefix(model: ModelConfig, name: str) -> str:
     """Return a parameter's name, of a vision transformer without the prefix vision_model."""
-    return name.removeprefix("vision_model.") if model.architecture == "vit" else name
+    return name.removeprefix("vision_model.") if model.architecture.classifies_images else name
 
 
 def _network_component_of(name: str) -> str:

@@ -80,9 +80,9 @@ def flops_per_sample(
     """Return the forward and backward FLOPs of one sample: a sequence of `seq_length` tokens, with one image if the
     network reads images; for T5, with its `decoder_length` target tokens; for a vision transformer, an image.
     """
-    if model.architecture == "vit":
+    if model.architecture.classifies_images:
         return flops_per_image(model)
-    if model.architecture != "t5":
+    if not model.architecture.is_encoder_decoder:
         return seq_length * flops_per_token(model, seq_length, count) + flops_per_image(model) * model.has_vision
     assert decoder_length is not None, "a decoder has a length of its own"
     s, t, q, total = seq_length, decoder_length, model.query_projection_width, 0.0
@@ -98,12 +98,12 @@ def flops_per_sample(
 
 def flops_per_image(model: ModelConfig) -> float:
     """Return the FLOPs of encoding and projecting an image, 0 without vision."""
-    if model.architecture != "vit" and not model.has_vision:
+    if not model.architecture.classifies_images and not model.has_vision:
         return 0.0
     vision, encoder, flow = model.vision, vision_encoder_config(model), gradient_flow(model)
     tokens, patches = vision.num_encoder_tokens, vision.patch_grid[0] * vision.patch_grid[1]
     layers = sum(one.matrices + one.passes * 4 * tokens * encoder.query_projection_width for one in flow.encoder)
-    rest = flow.head if model.architecture == "vit" else vision.num_image_embeddings * flow.projector
+    rest = flow.head if model.architecture.classifies_images else vision.num_image_embeddings * flow.projector
     return patches * flow.patches + tokens * layers + rest
 
 
@@ -349,7 +349,7 @@ def active_matrix_params(model: ModelConfig, plan: LayerPlan) -> int:
 def _mean_visible_keys_by_layer(model: ModelConfig, length: int, count: AttentionCount) -> list[float]:
     """Return the average number of keys that a query sees, for every layer. Only the causal count considers windows."""
     windows = [plan.window for plan in all_layer_plans(model)]
-    if count == "square" or model.architecture != "gpt":
+    if count == "square" or not model.architecture.is_decoder_only:
         return [float(length)] * len(windows)
     lefts = [length if window is None or window[0] < 0 else window[0] for window in windows]
     return [

@@ -76,10 +76,10 @@ def gradient_flow(model: ModelConfig) -> GradientFlow:
     """Return which products a training step of a network computes."""
     trained = _trained_prefixes(model)
     encoder, patches, projector, flows = tuple[LayerFlow, ...](), 0.0, 0.0, trained("embedding.")
-    if model.architecture == "vit" or model.has_vision:
+    if model.architecture.classifies_images or model.has_vision:
         encoder, patches, projector, images = _image_flow(model, trained)
-        flows = images or (flows and model.architecture != "vit")
-    if model.architecture == "vit":
+        flows = images or (flows and not model.architecture.classifies_images)
+    if model.architecture.classifies_images:
         flows = flows or trained("vision_model.encoder.final_layernorm.")
         elements = vision_encoder_config(model).hidden_size * model.vision.num_classes
         head = product_flops(elements, trained=trained("head."), flows=flows)
@@ -90,9 +90,9 @@ def gradient_flow(model: ModelConfig) -> GradientFlow:
             memory, flows = flows or trained("encoder.final_layernorm."), embedded
         layers.append(_layer_flow(model, plan, layer_module_path(model, plan), trained, flows=flows, memory=memory))
         flows = layers[-1].flows
-    stack = "encoder." if model.architecture == "bert" else "decoder."
+    stack = "encoder." if model.architecture.predicts_masked_words else "decoder."
     flows = flows or trained(f"{stack}final_layernorm.")
-    transform = model.hidden_size**2 if model.architecture == "bert" else 0
+    transform = model.hidden_size**2 if model.architecture.predicts_masked_words else 0
     head = product_flops(transform, trained=trained("lm_head.dense."), flows=flows)
     flows = flows or trained("lm_head.")
     ahead, more = _mtp_flow(model, trained, flows=flows, embedded=embedded)
@@ -155,7 +155,7 @@ def _image_flow(model: ModelConfig, trained: Trained) -> tuple[tuple[LayerFlow, 
     for plan in network_layer_plans(encoder):
         layers.append(_layer_flow(encoder, plan, f"vision_model.encoder.layers.{plan.index}", trained, flows=flows))
         flows = layers[-1].flows
-    if model.architecture == "vit":
+    if model.architecture.classifies_images:
         return tuple(layers), patches, 0.0, flows
     flows = flows or trained("vision_model.encoder.final_layernorm.")
     width = vision.vision_projection_hidden_size or model.hidden_size

@@ -38,7 +38,7 @@ def build_stage_on_meta(model: ModelConfig, mesh: Mesh, stage: StageSpec) -> Sta
         kernels=kernels,
         streams=RandomStreams(mesh.device, {}),
     )
-    return NETWORKS[model.architecture](stage, build)
+    return NETWORKS[model.architecture.name](stage, build)
 
 
 def rank_parameter_sizes(

@@ -141,7 +141,7 @@ def make_recorded_trainer(
         streams=_NoOpRandomStreams(),
         log=logging.getLogger("megatron.dry_run"),
     )
-    trainer = build_trainer(run, *PROVIDERS[config.model.architecture], specs=specs)
+    trainer = build_trainer(run, *PROVIDERS[config.model.architecture.name], specs=specs)
     trainer.loss_names = trainer.note_names = ()  # ranks ask each other once, in their first step
     return trainer
 

@@ -120,15 +120,15 @@ def _fake_sample(config: RunConfig, rows: int) -> dict[str, np.ndarray]:
     """Return what a dataset of this kind gives for so many samples."""
     length, short = config.train.seq_length, config.train.decoder_seq_length
     sample = {name: np.ones((rows, length), np.int64) for name in ("tokens", "labels", "position_ids")}
-    if config.model.architecture == "gpt":
+    if config.model.architecture.is_decoder_only:
         sample["loss_mask"] = np.ones((rows, length), np.float32)
         if config.data.separates_documents:
             sample["document_ids"] = np.ones((rows, length), np.int64)
         return {**sample, **_fake_image_arrays(config, rows)} if config.model.has_vision else sample
-    if config.model.architecture == "vit":
+    if config.model.architecture.classifies_images:
         sample["loss_mask"] = np.ones((rows, length), np.float32)
         return {**sample, "images": _blank_pixels(config, rows)}
-    if config.model.architecture == "bert":
+    if config.model.architecture.predicts_masked_words:
         return {
             **{name: sample["tokens"] for name in ("text", "types", "labels", "loss_mask", "padding_mask")},
             **{name: np.ones(rows, np.int64) for name in ("is_random", "truncated")},

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.core.config.flags.declare import ConfigError, config_from_flat_dict
+from megatron.core.config.settings.architecture import ARCHITECTURES, GPT
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families import hf_export
@@ -108,8 +109,8 @@ def hf_config_special_token_ids(
     known = {field.name for field in fields(TokenizerConfig)}
     of_run = {name: value for name, value in settings.items() if name in known}
     chosen = tokenizer_settings_of_folder(Path(like)) if like else of_run
-    architecture = settings.get("architecture", "gpt")
-    if architecture == "bert" or not chosen.get("tokenizer_type"):
+    architecture = ARCHITECTURES[settings.get("architecture", GPT.name)]
+    if architecture.predicts_masked_words or not chosen.get("tokenizer_type"):
         return {}
     try:
         tokenizer = build_tokenizer(config_from_flat_dict(TokenizerConfig, chosen))
@@ -122,6 +123,6 @@ def hf_config_special_token_ids(
     )
     eos = ends[0] if len(ends) == 1 else ends or None
     ids: dict[str, int | list[int] | None] = {"bos_token_id": tokenizer.bos, "eos_token_id": eos}
-    if architecture == "t5":
+    if architecture.is_encoder_decoder:
         ids |= {"decoder_start_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
     return ids

@@ -22,6 +22,7 @@ from megatron.core.config.flags.declare import ConfigError, config_from_flat_dic
 from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.rules.engine import broken_rules
+from megatron.core.config.settings.architecture import ARCHITECTURES
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig, resumed_null_vocab_size
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.optim import PrecisionConfig
@@ -57,7 +58,6 @@ from megatron.training.launch.rendezvous import init_default_process_group
 AnyStage = TypeVar("AnyStage", GPTModel, BERTModel, T5Model)
 FORMATS = ("float32", "bfloat16", "float16", "float64")
 _EMBEDDING = "model.embedding.word_embeddings.weight"
-_NAMES = {"gpt": "a GPT-like model", "bert": "a BERT", "t5": "a T5", "vit": "an encoder of images"}
 _SEED = 1234  # of initial values, which the checkpoint's replace
 
 
@@ -144,7 +144,7 @@ def open_model_checkpoint(path: str, kind: ModelKind[AnyStage], step: int | None
     architecture = infer_checkpoint_architecture(source)
     if architecture != kind.architecture:
         raise CheckpointError(
-            f"{source.where} holds {_NAMES[architecture]}; what is asked for is {_NAMES[kind.architecture]}"
+            f"{source.where} holds {ARCHITECTURES[architecture].title}; what is asked for is {ARCHITECTURES[kind.architecture].title}"
         )
     if model_config_from_settings(source.settings).reward_head != kind.scores:
         holds, way = (
@@ -243,7 +243,7 @@ def _build_and_load_stages(
 ) -> tuple[AnyStage, ...]:
     """Build this rank's stages and fill them from the checkpoint."""
     dtype = getattr(torch, config.precision.param_dtype_name)
-    need = KernelRequirements(device=mesh.device.type, dtype=dtype, padding=config.model.architecture != "gpt")
+    need = KernelRequirements(device=mesh.device.type, dtype=dtype, padding=config.model.architecture.pads)
     chosen = select_kernels_with_trials(
         config,
         need,

@@ -99,8 +99,8 @@ def _unused_data_settings(config: RunConfig) -> set[str]:
         "data_sharding": data.dataloader_type != "cyclic",
         "mid_level_dataset_surplus": not blends,
         "blend_order": not blends,
-        "short_seq_prob": config.model.architecture == "gpt",
-        "decoder_seq_length": config.model.architecture != "t5",
+        "short_seq_prob": config.model.architecture.is_decoder_only,
+        "decoder_seq_length": not config.model.architecture.is_encoder_decoder,
         "split": data.split is None and data.mock_data,
     }
     return {name for name, holds in unused.items() if holds}

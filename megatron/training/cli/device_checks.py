@@ -62,7 +62,7 @@ def kernel_requirements(config: RunConfig, device: torch.device) -> KernelRequir
         device=device.type,
         dtype=getattr(torch, config.precision.param_dtype_name),
         documents=config.data.separates_documents,
-        padding=config.model.architecture != "gpt",
+        padding=config.model.architecture.pads,
         window=any(plan.window for plan in network_layer_plans(config.model)),
         softcap=config.model.attention_logit_softcap is not None,
         sinks=config.model.softmax_type != "vanilla",

@@ -50,7 +50,7 @@ def stages_read_data(config: RunConfig, stages: Sequence[StageSpec]) -> bool:
     """Whether a rank with these stages reads the data: the first and the last stage, those with MTP or with experts,
     whose losses and loads are of the tokens that are not padding, and all where documents or padding are told apart.
     """
-    told_apart = config.data.separates_documents or config.data.restarts_positions or config.model.architecture != "gpt"
+    told_apart = config.data.separates_documents or config.data.restarts_positions or config.model.architecture.pads
     return told_apart or any(
         s.has_embedding or s.has_mtp or s.has_output or any(row.mlp == "moe" for row in s.layers) for s in stages
     )

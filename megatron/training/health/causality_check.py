@@ -53,7 +53,7 @@ def require_causal_attention(run: RunContext) -> None:
     Nothing is probed if neither documents, windows nor context parallelism are used, or for T5.
     """
     model, mesh, separate = run.config.model, run.mesh, run.config.data.separates_documents
-    if model.architecture == "t5" or not (
+    if model.architecture.is_encoder_decoder or not (
         separate or mesh.cp.size > 1 or any(plan.window for plan in network_layer_plans(model))
     ):
         return

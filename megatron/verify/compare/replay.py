@@ -157,7 +157,7 @@ def replay_failure_dump(
             "faults/step-... after one"
         ) from error
     config, notes = _single_process_config(facts)
-    trainer = _build_trainer(config, facts, providers[config.model.architecture])
+    trainer = _build_trainer(config, facts, providers[config.model.architecture.name])
     notes += _load_weights(trainer, _weights_folder(folder, facts, weights), facts)
     replayed = FailureReplayResult(facts, {}, 0.0, notes)
     replayed.bad_weights = [
@@ -207,7 +207,7 @@ def _build_trainer(config: RunConfig, facts: dict[str, Any], provider: tuple[Mod
             device="cpu",
             dtype=getattr(torch, config.precision.param_dtype_name),
             documents=config.data.separates_documents,
-            padding=config.model.architecture != "gpt",
+            padding=config.model.architecture.pads,
         ),
         config.model.all_requested_kernels,
     )

@@ -336,7 +336,7 @@ def _num_head_exchange_ranks(config: RunConfig, degrees: ParallelDegrees) -> int
 def _proxy_lengths(config: RunConfig, degrees: ParallelDegrees) -> Values:
     """Return sequence lengths that the ranks can shard, and windows shorter than they."""
     model, train, parallel = config.model, config.train, config.parallel
-    if model.architecture == "vit":  # its sequence follows from the image
+    if model.architecture.classifies_images:  # its sequence follows from the image
         return {}
     unit = math.lcm(2 * degrees.cp, degrees.cp * degrees.tp)
     length = unit * -(-16 // unit)
@@ -345,7 +345,7 @@ def _proxy_lengths(config: RunConfig, degrees: ParallelDegrees) -> Values:
         "encoder_seq_length": None if train.encoder_seq_length is None else length,
         "max_position_embeddings": length if model.max_position_embeddings == train.seq_length else length + 4,
     }
-    if model.architecture == "t5":
+    if model.architecture.is_encoder_decoder:
         values["decoder_seq_length"] = length if train.decoder_seq_length == train.seq_length else length // 2
     if model.parsed_window_size is not None:
         sides = (

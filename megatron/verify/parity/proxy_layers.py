@@ -92,7 +92,7 @@ def _layer_kinds(config: RunConfig) -> list[tuple[Any, ...]]:
 def _proxy_layer_settings(config: RunConfig, count: int, rows: list[tuple[Any, ...]]) -> Values:
     """Return settings for `count` layers, and for which of them have a property. rows: kinds of the original layers."""
     model = config.model
-    if model.architecture == "t5":
+    if model.architecture.is_encoder_decoder:
         encoder = -(-count // 2)
         return {"num_layers": encoder, "encoder_num_layers": encoder, "decoder_num_layers": count - encoder}
     values: Values = {"num_layers": count}

@@ -130,9 +130,9 @@ def random_global_batch(config: RunConfig, iteration: int) -> dict[str, np.ndarr
     in_loss[:, 0] = True
     ends = random.random(shape) < 0.15
     documents: np.ndarray = np.cumsum(ends, axis=1) - ends
-    if config.model.architecture == "vit":
+    if config.model.architecture.classifies_images:
         return _random_image_classifier_batch(config, random)
-    if config.model.architecture != "gpt":
+    if not config.model.architecture.is_decoder_only:
         return _random_padded_batch(config, random, window, in_loss)
     starts = np.maximum.accumulate(np.where(np.diff(documents, axis=1, prepend=-1) > 0, np.arange(shape[1]), 0), axis=1)
     batch: dict[str, np.ndarray] = {
@@ -194,7 +194,7 @@ def _random_padded_batch(
     train, ids = config.train, config.model.true_vocab_size
     lengths = random.integers(1, train.seq_length + 1, (len(window), 1))
     padding = np.arange(train.seq_length) < lengths
-    if config.model.architecture == "bert":
+    if config.model.architecture.predicts_masked_words:
         return {
             "tokens": window[:, :-1].copy(),
             "labels": window[:, 1:].copy(),
@@ -300,7 +300,7 @@ def run_short_training(config: RunConfig, steps: int = STEPS, finetuning: Prefer
     The config is resolved and has a vocabulary. finetuning: the task of a run of finetune.py; left out, language
     modeling.
     """
-    run, (model_provider, forward_step) = make_short_run_context(config), PROVIDERS[config.model.architecture]
+    run, (model_provider, forward_step) = make_short_run_context(config), PROVIDERS[config.model.architecture.name]
     watch = _ActivationRecorder(run)
     task = None if finetuning is None or finetuning.finetune_task == "sft" else finetuning
     step: ForwardStep = forward_step if task is None else PreferenceStep(task)

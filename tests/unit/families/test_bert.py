@@ -178,7 +178,7 @@ def test_sizes_of_a_published_config_become_the_settings_of_the_same_network() -
     for name, after in (("BERT base uncased", True), ("Megatron BERT 345M", False)):
         model = model_config_from_settings(family_of_config(CONFIGS[name], name).settings_from_config(CONFIGS[name])[0])
         found = (
-            model.architecture,
+            model.architecture.name,
             model.norm_after_residual,
             model.embedding_layernorm,
             model.norm_epsilon,

@@ -145,7 +145,7 @@ def network(source: CheckpointSource, **changes: Any) -> nn.Module:
     (stage,) = partition_into_stages(network_layer_plans(model), pp=1)
     kernels = select_kernels(KernelRequirements(device="cpu", dtype=torch.float32), {})
     build = LayerBuildContext(model=model, mesh=mesh, kernels=kernels, streams=RandomStreams.build(mesh, 1))
-    made = NETWORKS[model.architecture](stage, build).materialize(1)
+    made = NETWORKS[model.architecture.name](stage, build).materialize(1)
     for param in made.parameters():
         spec = param_spec_of(param)
         param.data.copy_(source.read(f"model.{spec.name}", whole_box(spec.shape)))

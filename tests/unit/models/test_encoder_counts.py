@@ -25,7 +25,7 @@ def built(kind: str, **changes: Any) -> tuple[tiny.RunConfig, list[StageModel]]:
     )
     run = tiny.run_of(settings)
     return settings, [
-        tiny.PROVIDERS[settings.model.architecture][0](run, spec) for spec in stage_specs_of_run(settings)
+        tiny.PROVIDERS[settings.model.architecture.name][0](run, spec) for spec in stage_specs_of_run(settings)
     ]
 
 
@@ -47,7 +47,7 @@ def test_flops_are_those_that_torch_counts(kind: str) -> None:
     model.materialize(1)
     batch, train = next(tiny.short_run_batches(tiny.run_of(settings), 0)), settings.train
     with FlopCounterMode(display=False) as counter:
-        if settings.model.architecture == "bert":
+        if settings.model.architecture.predicts_masked_words:
             model(
                 ids=batch.tokens, types=batch.extras["types"], padding=batch.extras["padding_mask"].bool()
             ).words.sum().backward()

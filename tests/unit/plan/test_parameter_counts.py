@@ -170,7 +170,7 @@ def test_what_the_rules_accept_builds_on_every_rank_with_the_exact_parameter_cou
     for values, ranks in found:
         config = config_from_flat_dict(RequestedRun, values).resolve(ranks)
         answer = check_layout_parameters(config, ranks, true_vocab_size=VOCABULARY)
-        wanted = config.model.num_layers if config.model.architecture != "t5" else 2 * config.model.num_layers
+        wanted = config.model.num_layers * (1 + config.model.architecture.is_encoder_decoder)
         assert answer.problems == () and answer.layers == wanted, (ranks, values, answer)
 
 

@@ -197,7 +197,7 @@ def test_ranks_and_network_are_read_from_a_command(words: str, ranks: int, archi
     assert (
         found.unread == ()
         and found.setting.world_size == ranks
-        and found.setting.config.model.architecture == architecture
+        and found.setting.config.model.architecture.name == architecture
     )
 
 

@@ -233,4 +233,4 @@ def test_a_bert_and_a_t5_stay_what_they_are() -> None:
         ("pretrain_t5.py", "--pipeline-model-parallel-size 2"),
     ):
         found = make_proxy_config(config_of(flags, 4, entry), 4)
-        assert sizes(found)["dp"] == 2 and found.config.model.architecture == entry[9:-3]
+        assert sizes(found)["dp"] == 2 and found.config.model.architecture.name == entry[9:-3]

@@ -77,9 +77,12 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def plain_field(default: Any, *, role: Role) -> Any:
-    """Declare a dataclass field that is not a flag, with its role. Returns the `dataclasses.field`."""
-    return dataclasses.field(default=default, metadata={"role": role})
+def plain_field(default: Any, *, role: Role, named: Mapping[str, Any] | None = None) -> Any:
+    """Declare a dataclass field that is not a flag, with its role. Returns the `dataclasses.field`.
+
+    named: name -> value; a flat dict holds the name of the field's value.
+    """
+    return dataclasses.field(default=default, metadata={"role": role, "named": named})
 
 
 @cache
@@ -240,6 +243,8 @@ def config_from_flat_dict(config_class: type[Config], values: Mapping[str, Any])
             chosen[field.name] = config_from_flat_dict(kind, values)
         elif field.name in values:
             value = values[field.name]
+            if named := field.metadata.get("named"):
+                value = named.get(value, value)  # the value itself stays
             chosen[field.name] = tuple(value) if isinstance(value, list) else value
     return config_class(**chosen)
 
@@ -256,6 +261,8 @@ def config_to_flat_dict(config: Any) -> dict[str, Any]:
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             values.update(config_to_flat_dict(value))
+        elif field.metadata.get("named"):
+            values[field.name] = value.name
         else:
             values[field.name] = list(value) if isinstance(value, tuple) else value
     return values

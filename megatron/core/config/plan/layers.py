@@ -106,14 +106,14 @@ def network_layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
 
 def _layer_plans_before_adapters(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """Return the plans of all layers of a network, not yet with adapters."""
-    if model.architecture == "t5":
+    if model.architecture.is_encoder_decoder:
         block = model.block_of_layer()
         return uniform_layer_plans(model.encoder_num_layers, causal=False, block=block) + uniform_layer_plans(
             model.decoder_num_layers, has_cross_attention=True, block=block
         )
     if model.hybrid.layer_symbols:
         return _hybrid_layer_plans(model, model.hybrid.layer_symbols)
-    rows = uniform_layer_plans(model.num_layers, causal=model.architecture == "gpt")
+    rows = uniform_layer_plans(model.num_layers, causal=model.architecture.is_decoder_only)
     return tuple(
         replace(
             row,

@@ -30,7 +30,7 @@ def _mixers(run: RunConfig) -> frozenset[str]:
 
 # What the facts of flags' conditions are in a run.
 _FACTS: Mapping[str, Callable[[RunConfig], Any]] = {
-    "architecture": lambda run: run.model.architecture,
+    "architecture": lambda run: run.model.architecture.name,
     "reward_head": lambda run: run.model.reward_head,
     "attends": lambda run: any(plan.has_attention for plan in all_layer_plans(run.model)),
     "has_mamba_layers": lambda run: Mamba.name in _mixers(run),
@@ -42,7 +42,7 @@ _FACTS: Mapping[str, Callable[[RunConfig], Any]] = {
     "has_gated_mlp": lambda run: run.model.has_gated_mlp,
     "predicts_far": lambda run: (run.model.mtp.mtp_num_layers or 0) > 1,
     "images_in_text": lambda run: run.model.has_vision,
-    "reads_images": lambda run: run.model.has_vision or run.model.architecture == "vit",
+    "reads_images": lambda run: run.model.has_vision or run.model.architecture.classifies_images,
     "low_precision_recipe": lambda run: run.precision.low.recipe_name,
     "update_rules": lambda run: run.optimizer.update_rules,
     "offloads_activations": lambda run: run.offload.offloads_activations,
@@ -123,7 +123,7 @@ def canonical_values(model: ModelConfig) -> dict[str, Any]:
     values["window_attn_skip_freq"] = [plan.window is not None for plan in rows]
     window = model.parsed_window_size
     values["window_size"] = (
-        (window[0], -1) if window and model.architecture == "gpt" else window
+        (window[0], -1) if window and model.architecture.is_decoder_only else window
     )  # causality has the right side
     if model.rope.is_yarn and model.rope.position_embedding_type in (
         "rope",

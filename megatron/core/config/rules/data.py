@@ -71,11 +71,11 @@ def _sft_data_problems(s: ConfigRuleInput) -> Iterator[str]:
 def _masked_text_problems(s: ConfigRuleInput) -> Iterator[str]:
     """Rates of masked text are valid, and two texts fit into a sequence."""
     model, masking = s.run.model, s.run.data.masking
-    if model.architecture == "gpt":
+    if model.architecture.is_decoder_only:
         return
     if not 0 < masking.mask_prob < 1:
         yield f"--mask-prob {masking.mask_prob:g} hides nothing or everything; choose a share between 0 and 1"
     if not 0 <= masking.short_seq_prob <= 1:
         yield f"--short-seq-prob {masking.short_seq_prob:g} is a probability, from 0 to 1"
-    if model.architecture == "bert" and s.run.train.seq_length is not None and s.run.train.seq_length < 5:
+    if model.architecture.predicts_masked_words and s.run.train.seq_length is not None and s.run.train.seq_length < 5:
         yield f"--seq-length {s.run.train.seq_length} has no room for [CLS], two [SEP] and two texts; give at least 5"

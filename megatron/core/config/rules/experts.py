@@ -35,7 +35,7 @@ def expert_setting_problems(s: ConfigRuleInput) -> Iterator[str]:
         if absent:
             yield f"--recompute-modules {' '.join(absent)}: there are no experts; give --num-experts, or leave it out"
         return
-    if model.architecture != "gpt":
+    if not model.architecture.is_decoder_only:
         yield f"--num-experts {moe.num_experts}: for pretrain_gpt.py only; leave it out"
     yield from _shared_expert_problems(run)
     if moe.moe_enable_deepep and moe.moe_flex_dispatcher_backend == "alltoall":

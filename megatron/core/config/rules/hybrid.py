@@ -62,7 +62,7 @@ def _mamba_beside_attention_problems(s: ConfigRuleInput) -> Iterator[str]:
     given = model.multipliers.given_flags
     yield from model.multipliers.multiplier_problems()
     if model.hybrid.parallel_mamba and (
-        model.architecture != "gpt"
+        not model.architecture.is_decoder_only
         or model.hybrid.hybrid_layer_pattern is not None
         or model.hybrid.experimental_attention_variant
         or model.mla.multi_latent_attention
@@ -72,7 +72,7 @@ def _mamba_beside_attention_problems(s: ConfigRuleInput) -> Iterator[str]:
             "and --multi-latent-attention"
         )
     if given and (
-        model.architecture != "gpt"
+        not model.architecture.is_decoder_only
         or model.has_vision
         or model.add_bias_linear
         or model.add_qkv_bias

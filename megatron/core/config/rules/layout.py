@@ -110,7 +110,7 @@ def _pipeline_split_problem(s: ConfigRuleInput) -> str:
         stages = stage_specs_of_run(s.run)
     except ConfigError as error:
         reasons, model = "\n  ".join(line.strip() for line in str(error).splitlines()[1:]), s.run.model
-        if model.architecture == "t5":
+        if model.architecture.is_encoder_decoder:
             return reasons.replace("--num-layers ", "--encoder-num-layers + --decoder-num-layers ")
         if model.hybrid.layer_symbols and model.hybrid.pipeline_layout_text == parallel.pipeline_model_parallel_layout:
             hint = _EMPTY_STAGES * ("" in model.hybrid.stage_symbols)

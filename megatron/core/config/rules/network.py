@@ -38,7 +38,7 @@ def _encoder_decoder_problems(s: ConfigRuleInput) -> Iterator[str]:
             f"--seq-length {train.seq_length} and --encoder-seq-length {train.encoder_seq_length} both say what the "
             "encoder reads; keep one"
         )
-    yield from _decoder_length_problems(s) if model.architecture == "t5" else ()
+    yield from _decoder_length_problems(s) if model.architecture.is_encoder_decoder else ()
 
 
 def _decoder_length_problems(s: ConfigRuleInput) -> Iterator[str]:
@@ -73,7 +73,7 @@ def _relative_bias_problem(s: ConfigRuleInput) -> str:
     model, rope = s.run.model, s.run.model.rope
     if rope.position_embedding_type != "relative":
         return ""
-    if model.architecture != "t5":
+    if not model.architecture.is_encoder_decoder:
         return "--position-embedding-type relative is for pretrain_t5.py only; choose learned_absolute or rope"
     if rope.relative_attention_num_buckets < 4 or rope.relative_attention_num_buckets % 4:
         return (

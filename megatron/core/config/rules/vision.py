@@ -11,7 +11,7 @@ from megatron.core.config.settings.vision import VisionConfig
 
 
 def _reads_images(s: ConfigRuleInput) -> bool:
-    return s.run.model.has_vision or s.run.model.architecture == "vit"
+    return s.run.model.has_vision or s.run.model.architecture.classifies_images
 
 
 @config_rule("image-sizes", needs_sizes=True)
@@ -111,5 +111,5 @@ def _smolvlm_tile_problems(s: ConfigRuleInput) -> Iterator[str]:
 @config_rule("image-classifier", needs_sizes=True)
 def _image_classifier_problems(s: ConfigRuleInput) -> Iterator[str]:
     """An image classifier keeps each image whole on every rank."""
-    if s.run.model.architecture == "vit" and s.run.parallel.sequence_parallel:
+    if s.run.model.architecture.classifies_images and s.run.parallel.sequence_parallel:
         yield "--sequence-parallel cuts texts; an image's tokens are whole on every rank, so leave it out"

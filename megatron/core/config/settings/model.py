@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from megatron.core.config.flags.declare import ConfigError, flag, plain_field
 from megatron.core.config.flags.when import When
 from megatron.core.config.settings.adapter import AdapterConfig
+from megatron.core.config.settings.architecture import ARCHITECTURES, GPT, Architecture
 from megatron.core.config.settings.hybrid import HybridConfig, hybrid_pattern_from_ratios
 from megatron.core.config.settings.kernels import KernelConfig
 from megatron.core.config.settings.moe import MoEConfig
@@ -430,9 +431,8 @@ class RequestedModel:
         None, role="network"
     )  # initial factor of what a sublayer adds, learned by channel
     qkv_without_bias: bool = plain_field(False, role="network")
-    architecture: Literal["gpt", "bert", "t5", "vit"] = plain_field(
-        "gpt", role="network"
-    )  # said by the entry script, as is the next
+    # Said by the entry script, as is the next.
+    architecture: Architecture = plain_field(GPT, role="network", named=ARCHITECTURES)
     # A head that gives a text one number at its last token, in the place of the output layer (reward models).
     reward_head: bool = plain_field(False, role="adaptable")
 
@@ -441,7 +441,7 @@ class RequestedModel:
 
         Required sizes that are missing stay None: the rule `required` reports them before they are used.
         """
-        if self.architecture == "vit":
+        if self.architecture.classifies_images:
             return self._with_vision_encoder_defaults()._resolve_sizes()
         return self._resolve_sizes()
 
@@ -471,7 +471,7 @@ class RequestedModel:
         )
         values |= self._resolved_t5_depths()
         values |= self._resolved_hybrid_fields()
-        values["vision"] = self.vision.resolve(self.hidden_size, alone=self.architecture == "vit")
+        values["vision"] = self.vision.resolve(self.hidden_size, alone=self.architecture.classifies_images)
         if self.vision.frozen_patterns:
             patterns = dict.fromkeys((*self.adapter.freeze, *self.vision.frozen_patterns))
             values["adapter"] = dataclasses.replace(self.adapter, freeze=tuple(patterns))
@@ -510,7 +510,7 @@ class RequestedModel:
         values: dict[str, int | None] = {}
         if self.num_layers is None:
             values["num_layers"] = self.encoder_num_layers
-        if self.architecture == "t5":
+        if self.architecture.is_encoder_decoder:
             values["encoder_num_layers"] = encoder = self.encoder_num_layers or self.num_layers
             values["decoder_num_layers"] = self.decoder_num_layers or encoder
         return values
@@ -564,7 +564,8 @@ class ModelConfig(RequestedModel):
             or self.norm_after_sublayer
         )
         scaled = self.layer_scale is not None
-        return not elsewhere and not scaled and not self.fp32_residual_connection and self.architecture != "t5"
+        apart = elsewhere or scaled or self.architecture.is_encoder_decoder
+        return not apart and not self.fp32_residual_connection
 
     def block_of_layer(self, *, norms_before: bool = False) -> str:
         """In which order norms, sublayers and sums stand in a layer: a row of `transformer.blocks.BLOCKS`. norms_before: the
@@ -666,11 +667,11 @@ class ModelConfig(RequestedModel):
     @property
     def has_vision(self) -> bool:
         """Whether it is a language model that reads images."""
-        return self.architecture == "gpt" and self.vision.vision_model_type is not None
+        return self.architecture.is_decoder_only and self.vision.vision_model_type is not None
 
     def encoder_or_decoder_depth(self, decoder: bool = False) -> int:
         """Return the number of layers: of a T5 those of the encoder, or with `decoder` of the decoder; else all."""
-        if self.architecture == "t5":
+        if self.architecture.is_encoder_decoder:
             return self.decoder_num_layers if decoder else self.encoder_num_layers
         return self.num_layers
 

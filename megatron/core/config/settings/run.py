@@ -9,6 +9,7 @@ from typing import Any, Literal
 from megatron.core.config.flags.declare import flag
 from megatron.core.config.flags.idle import conditions_resolve
 from megatron.core.config.flags.when import When
+from megatron.core.config.settings.architecture import Architecture
 from megatron.core.config.settings.compilation import CompileConfig, CudaGraphConfig
 from megatron.core.config.settings.data import DataConfig, TokenizerConfig
 from megatron.core.config.settings.fault_tolerance import FaultToleranceConfig
@@ -88,12 +89,12 @@ class RequestedTraining:
         0, "give cached device memory back: 1 once, 2 twice a step", role="free"
     )
 
-    def resolve(self, architecture: str, data_parallel_size: int) -> TrainConfig:
+    def resolve(self, architecture: Architecture, data_parallel_size: int) -> TrainConfig:
         """Return the config with sequence lengths, global batch size and evaluation interval filled in."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.seq_length is None:
             values["seq_length"] = self.encoder_seq_length
-        if architecture == "t5" and self.decoder_seq_length is None:
+        if architecture.is_encoder_decoder and self.decoder_seq_length is None:
             values["decoder_seq_length"] = values["seq_length"]
         if self.global_batch_size is None and self.micro_batch_size is not None:
             values["global_batch_size"] = self.micro_batch_size * data_parallel_size

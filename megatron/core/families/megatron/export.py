@@ -193,7 +193,7 @@ def write_torch_dist_checkpoint(
         fused_norms,
         lambda export: (
             []
-            if export.model.architecture == "gpt"
+            if export.model.architecture.is_decoder_only
             else ["a BERT is written in the format torch, and not in torch_dist"]
         ),
     )
@@ -339,7 +339,7 @@ def write_legacy_checkpoint(
                 model = _rank_model_state(
                     export, {name: shards[t] for name, shards in with_unstacked_experts(held).items()}, first
                 )
-                if end == export.layers and export.model.architecture == "gpt":
+                if end == export.layers and export.model.architecture.is_decoder_only:
                     model["output_layer._extra_state"] = None  # of a tied one too
                 torch.save(
                     {**export.common_entries(pipeline_size, "torch"), "model": model}, place / "model_optim_rng.pt"

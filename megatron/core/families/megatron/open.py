@@ -95,7 +95,7 @@ def _require_tensors_match_settings(source: CheckpointSource) -> None:
         if name.startswith("model.")
     }
     problems = [f"{name}: no parameter of this network" for name in shapes if name not in expected]
-    if model.architecture == "gpt":
+    if model.architecture.is_decoder_only:
         problems += [f"{name} is missing" for name in expected if name not in shapes]
     if {"ffn_hidden_size", "kv_channels"} <= source.settings.keys():
         problems += [

@@ -129,7 +129,7 @@ def trials_for_ops_of_run(config: RunConfig, need: KernelRequirements) -> Iterat
     if recurrent_mixers(model):
         yield from _state_space_trials(model, need, draw, length)
     yield from _adamw_and_fp8_trials(config, need, draw, width)
-    if model.num_attention_heads and model.architecture == "gpt":
+    if model.num_attention_heads and model.architecture.is_decoder_only:
         heads, groups = _trial_heads_and_groups(model)
         error = partial(paged.paged_kernel_error, heads=heads, groups=groups, size=model.kv_channels or 64)
         yield OpTrial("paged_attention", error)
@@ -220,7 +220,7 @@ def _attention_trial(config: RunConfig, need: KernelRequirements, draw: Draw, le
     windows = [plan.window for plan in network_layer_plans(model) if plan.window] if need.window else []
     places = torch.arange(length).expand(2, length)
     mask = AttentionMaskSpec(
-        causal=model.architecture != "bert",
+        causal=not model.architecture.predicts_masked_words,
         window=windows[0] if windows else None,
         documents=places // -(-length // 3) if need.documents else None,
         padding=places < length - length // 4 if need.padding else None,
