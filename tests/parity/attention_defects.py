@@ -114,9 +114,9 @@ def _capped_on_the_first_rank(self: LanguageModelHead, x: Tensor, weight: Tensor
     return found
 
 
-def _stretched_by_the_rank(positions: Tensor, config: Any, size: int, *, dtype: torch.dtype, pairs: bool) -> Any:
+def _stretched_by_the_rank(positions: Tensor, config: Any, head_size: int, *, dtype: torch.dtype, pairs: bool) -> Any:
     growth = dataclasses.replace(config, mscale=config.mscale + dist.get_rank())
-    return _rotary_table(positions, growth, size, dtype=dtype, pairs=pairs)
+    return _rotary_table(positions, growth, head_size, dtype=dtype, pairs=pairs)
 
 
 VARIANTS: tuple[Defect, ...] = (
