@@ -1,7 +1,7 @@
 """The config.json files that makers publish are read, and mean what transformers takes them for.
 
 published_configs.json holds some of them, of every family: older spellings, keys of other programs and keys that are null. Each says
-where it was found. 41 are the makers' own, as other repositories hold them; some were written anew there by a version of transformers
+where it was found. 42 are the makers' own, as other repositories hold them; some were written anew there by a version of transformers
 or have fewer layers, and long lists of labels and of quantization are left out. The other 12 were written from the families'
 documentation, so that a key may be missing or differ.
 Compared with transformers' classes: what they read in a file and write anew must give the same settings, and a key that
