@@ -52,4 +52,25 @@ def cases(sizes: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
                 "attn_implementation": "eager",
             },
         ),
+        "gemma3 capped yarn": (
+            "Gemma3",
+            {
+                **sizes,
+                "pad_token_id": None,
+                "head_dim": 12,
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "final_logit_softcapping": 3.0,
+                "rope_parameters": {
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+                    "full_attention": {
+                        "rope_type": "yarn",
+                        "factor": 4.0,
+                        "original_max_position_embeddings": 8,
+                        "rope_theta": 500.0,
+                    },
+                },
+                "attn_implementation": "eager",
+            },
+        ),
     }

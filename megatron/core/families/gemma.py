@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron.core.config.foreign.mapping import ForeignMapping
+from megatron.core.config.foreign.mapping import ForeignMapping, short_value
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.config_json import (
     TANH_GELU,
@@ -60,14 +60,16 @@ def _write_gemma_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[str
 
 
 def _read_gemma2_config(keys: ForeignMapping) -> dict[str, Any]:
-    return _read_windowed_gemma_keys(keys, _read_gemma_keys(keys), caps=(50.0, 30.0), full_every=2)
+    settings = _read_windowed_gemma_keys(keys, _read_gemma_keys(keys), final_cap=30.0, full_every=2)
+    return {**settings, "attention_logit_softcap": _read_soft_cap(keys, "attn_logit_softcapping", 50.0)}
 
 
 def _read_gemma3_config(keys: ForeignMapping) -> dict[str, Any]:
     local = _pop_local_rotary_base(keys)
     settings = _read_gemma_keys(keys, base=1000000.0)
     every = keys.positive_int("sliding_window_pattern", keys.positive_int("_sliding_window_pattern", 6))
-    settings |= _read_windowed_gemma_keys(keys, settings, caps=(None, None), full_every=every)
+    settings = _read_windowed_gemma_keys(keys, settings, final_cap=None, full_every=every)
+    keys.one_of("attn_logit_softcapping", (None,), None)  # transformers' class has it, and caps nothing
     has_windows = "window_size" in settings
     return {**settings, "qk_layernorm": True, **({"rotary_base_local": local} if has_windows else {})}
 
@@ -77,14 +79,22 @@ def _pop_local_rotary_base(keys: ForeignMapping) -> float:
 
     transformers writes `rope_parameters` by kind of layer; the published files have `rope_local_base_freq`.
     """
-    by_kind = keys.mapping.get("rope_parameters")
-    if not isinstance(by_kind, Mapping) or not {"sliding_attention", "full_attention"} & set(by_kind):
-        return keys.non_negative_float("rope_local_base_freq", 10000.0, positive=True)
-    keys.pop_or_none("rope_parameters")
+    usual, by_kind = (
+        keys.non_negative_float("rope_local_base_freq", 10000.0, positive=True),
+        keys.pop_or_none("rope_parameters"),
+    )
+    if by_kind is None:
+        return usual
+    if not isinstance(by_kind, Mapping):
+        keys.problems.append(f"rope_parameters: {short_value(by_kind)} does not say them by kind of layer")
+        return usual
     keys.set_key_defaults(rope_parameters=by_kind.get("full_attention"))
-    inner = ForeignMapping({"rope_type": "default", **(by_kind.get("sliding_attention") or {})})
+    local = by_kind.get("sliding_attention")
+    inner = ForeignMapping(
+        local if isinstance(local, Mapping) else {} if local is None else {"sliding_attention": local}
+    )
     inner.one_of("rope_type", ("default",), "default")
-    base = inner.non_negative_float("rope_theta", 10000.0, positive=True)
+    base = inner.non_negative_float("rope_theta", usual, positive=True)
     others = sorted(set(by_kind) - {"sliding_attention", "full_attention"})
     keys.problems += [f"rope_parameters of sliding_attention: {problem}" for problem in inner.all_problems()]
     keys.problems += [f"rope_parameters: {name} is no kind of layer here" for name in others]
@@ -92,9 +102,9 @@ def _pop_local_rotary_base(keys: ForeignMapping) -> float:
 
 
 def _read_windowed_gemma_keys(
-    keys: ForeignMapping, settings: Mapping[str, Any], *, caps: tuple[float | None, float | None], full_every: int
+    keys: ForeignMapping, settings: Mapping[str, Any], *, final_cap: float | None, full_every: int
 ) -> dict[str, Any]:
-    """Add to settings what Gemma 2 and 3 share. caps: usual soft caps of scores and of logits; full_every: every n-th layer has no
+    """Add to settings what Gemma 2 and 3 share. final_cap: usual soft cap of logits; full_every: every n-th layer has no
     window, if `layer_types` does not say which.
     """
     layers, window = settings["num_layers"], keys.positive_int("sliding_window", 4096)
@@ -104,8 +114,7 @@ def _read_windowed_gemma_keys(
     return {
         **settings,
         **sliding_window_to_settings(window, seen if kinds is None else read_windowed_layers(keys, kinds, layers)),
-        "attention_logit_softcap": _read_soft_cap(keys, "attn_logit_softcapping", caps[0]),
-        "final_logit_softcap": _read_soft_cap(keys, "final_logit_softcapping", caps[1]),
+        "final_logit_softcap": _read_soft_cap(keys, "final_logit_softcapping", final_cap),
         "sandwich_norm": True,
         "softmax_scale": None if scalar == settings["kv_channels"] else scalar**-0.5,
     }
@@ -131,6 +140,7 @@ def _write_gemma3_config(model: ModelConfig, like: Mapping[str, Any]) -> dict[st
     local = model.rope.rotary_base_local or like.get("rope_local_base_freq", 10000.0)
     if (both := config.get("rope_parameters")) is None:
         return {**config, "rope_local_base_freq": local}
+    config |= preserved_keys(like, "rope_local_base_freq", "rope_theta")
     return {
         **config,
         "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": local}, "full_attention": both},
