@@ -138,9 +138,6 @@ DERIVED = {
     ("trainer.stages.*.scaling.seen",): "largest values of the step that is under way",
     ("trainer.stages.*.recorded*",): "choices of experts of the last step, for a replay (--moe-enable-routing-replay)",
     ("trainer.run.timers.*",): "time spent, which is only reported",
-    (
-        "trainer.run.notes.len",
-    ): "what was said at the start: an empty tuple is one object, which is met first in another place later",
     ("data.*",): "samples read ahead; which come next follows from the counters",
     ("meter.*", "writers.*", "clock.*", "total", "trainer.hooks.*.reported_memory"): "reports",
     ("watch.*",): "signals and questions of this process, for which a resumed run waits anew",

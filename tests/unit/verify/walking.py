@@ -49,6 +49,8 @@ def held(roots: Mapping[str, Any]) -> dict[str, str]:
                     waiting.append((f"{place}.grad", value.grad))
         elif isinstance(value, _PLAIN):
             found[place] = repr(value)
+        elif isinstance(value, tuple) and not value:  # one object wherever it stands, so no place is its first
+            found[f"{place}.len"] = "0"
         elif isinstance(value, _OPAQUE) or id(value) in known:
             continue
         elif isinstance(value, np.ndarray):
