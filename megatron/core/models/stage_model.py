@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -17,16 +18,16 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.state_hooks import StateHooks
 
 
-class StageModel(nn.Module):
+class StageModel(nn.Module, ABC):
     """One pipeline stage of a network. state_hooks: what the network changes in checkpoints, the same on all stages."""
 
     stage: StageSpec
     build: LayerBuildContext
     state_hooks: Sequence[StateHooks] = ()
 
+    @abstractmethod
     def received_tensor_specs(self, train: TrainConfig) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return (shape, dtype) of each tensor that a pipeline stage receives from the previous one."""
-        raise NotImplementedError
 
     def materialize(self, seed: int, *, draw_on: torch.device | None = None) -> Self:
         """Allocate the parameters and draw their initial values from `seed`; return the model itself.

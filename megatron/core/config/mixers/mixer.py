@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -32,7 +33,7 @@ class LinearShape:
         return 0, self.outputs
 
 
-class Mixer:
+class Mixer(ABC):
     """What one kind of sequence mixer needs and costs. Sizes are of the whole network, not of a rank.
 
     name: in a `LayerPlan`. symbol: in --hybrid-layer-pattern. title: in messages. module: name of the module in its layer, which is
@@ -52,21 +53,21 @@ class Mixer:
         """Whether the settings ask for it. Unlike plans of layers, this is known before all sizes are."""
         return self.symbol in model.hybrid.layer_symbols + "".join(model.hybrid.mtp_patterns)
 
+    @abstractmethod
     def linear_shapes(self, model: ModelConfig) -> Mapping[str, LinearShape]:
         """Return the shape of every linear layer by its name in the module, the output's last."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward_flops_per_token(self, model: ModelConfig, keys: float) -> float:
         """Return the FLOPs of the forward pass beyond its matrices. keys: how many a query sees on average."""
-        raise NotImplementedError
 
+    @abstractmethod
     def saved_bytes_per_token(self, config: RunConfig) -> float:
         """Return the bytes that a tensor rank saves for the backward pass, beside the mixer's input."""
-        raise NotImplementedError
 
+    @abstractmethod
     def matrix_sizes(self, model: ModelConfig, tp: int) -> Iterator[tuple[str, int, int]]:
         """Yield (description, size, number of ranks that share it) of each dimension of its matrices but the hidden size."""
-        raise NotImplementedError
 
     def cached_heads(self, model: ModelConfig, tp: int) -> tuple[tuple[int, int], ...]:
         """Return (heads, head size) of everything that decoding caches of a token on one of `tp` ranks."""

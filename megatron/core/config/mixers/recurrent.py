@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -38,9 +39,9 @@ class RecurrentMixer(Mixer):
     heads_flag: ClassVar[str]
     groups_flag: ClassVar[str]
 
+    @abstractmethod
     def counts(self, model: ModelConfig) -> RecurrentCounts:
         """Return its sizes in a network."""
-        raise NotImplementedError
 
     def linear_shapes(self, model: ModelConfig) -> Mapping[str, LinearShape]:
         """Return the shapes of the two projections."""
