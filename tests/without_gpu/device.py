@@ -323,7 +323,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> s
         return "cudnn"
     if allowed.flash_sdp_enabled() and half and in_lines and mask is None and q.shape[-1] == v.shape[-1] <= 256:
         return "flash"
-    if allowed.mem_efficient_sdp_enabled() and in_lines and not gqa:
+    if allowed.mem_efficient_sdp_enabled() and in_lines and not gqa and q.dtype != torch.float64:
         return "efficient"
     if not allowed.math_sdp_enabled():
         raise RuntimeError("No available kernel. Aborting execution.")
