@@ -33,6 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault(
             "TRITON_INTERPRET", "1"
         )  # asked when triton is first imported, which parts of torch do, too
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell has what it starts in the background ignore Ctrl-C, and programs that tests interrupt would inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[NOTES] = []
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: more than a few seconds")

@@ -388,7 +388,7 @@ class Sleeper:
     def before_backward(self, stage: int, microbatch: int, last: bool) -> None:
         pass
 
-    def reduce(self, stage: int) -> None:
+    def start_gradient_reduction(self, stage: int) -> None:
         pass
 
 
