@@ -191,13 +191,13 @@ def resolve_and_examine(config: RequestedRun, world_size: int) -> tuple[RunConfi
 
 
 def find_problems(draft: Draft, checks: Iterable[Check], *, before: Sequence[Problem] = ()) -> list[Problem]:
-    """Ask the checks in their order; return `before` and all that is wrong."""
+    """Ask the checks in their order; return `before` and all that is wrong, each once."""
     problems = list(before)
     # Stage by stage: all that one stage finds is mended together.
     for stage, group in groupby(checks, key=lambda check: check.stage):
         if stage == "settings" or not problems:
             problems += [problem for check in group for problem in check.problems(draft)]
-    return problems
+    return list(dict.fromkeys(problems))
 
 
 def make_draft(given: RequestedRun, world_size: int) -> Draft:
