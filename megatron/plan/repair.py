@@ -38,7 +38,8 @@ from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfi
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig, TrainConfig
-from megatron.training.cli.preflight import CheckedRun, fit_elastic_layout, preflight, resolve_and_examine
+from megatron.training.checked_run import CheckedRun
+from megatron.training.cli.preflight import fit_elastic_layout, preflight, resolve_and_examine
 
 WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
 # Values for what nobody but the user can know; the report says that they are examples.

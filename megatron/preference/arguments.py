@@ -13,7 +13,7 @@ from megatron.preference.settings import PreferenceConfig, preference_config_pro
 from megatron.training.cli.arguments import parse_args
 
 if TYPE_CHECKING:
-    from megatron.training.cli.preflight import CheckedRun
+    from megatron.training.checked_run import CheckedRun
 
 UNKNOWN = 1_000_000  # iterations of a run in epochs, until its data are read
 

@@ -15,7 +15,7 @@ from megatron.rl.settings import RLConfig, generation_run_config, rl_config_prob
 from megatron.training.cli.arguments import parse_args
 
 if TYPE_CHECKING:
-    from megatron.training.cli.preflight import CheckedRun
+    from megatron.training.checked_run import CheckedRun
 
 
 def rl_flag_defaults(words: Sequence[str]) -> Mapping[str, Any]:

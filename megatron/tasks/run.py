@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.tasks.finetune import finetune
 from megatron.tasks.flags import ZERO_SHOT, TaskConfig
 from megatron.tasks.zeroshot import run_zero_shot
-from megatron.training.cli.preflight import CheckedRun
+from megatron.training.checked_run import CheckedRun
 from megatron.training.entry import guarded_entry_point
 from megatron.training.hooks.run_record import supervised
 from megatron.training.initialize import initialize_megatron

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from megatron.core.config.flags.declare import ConfigError, config_from_namespace
 from megatron.core.config.settings.run import RequestedRun, RunConfig
+from megatron.core.kernels.choice.run_requirements import kernel_requirements
 from megatron.core.kernels.choice.startup_check import KernelChoice, select_kernels_with_trials
 from megatron.core.kernels.choice.table import KernelRequirements
 from megatron.core.parallel import collectives
@@ -27,7 +28,6 @@ from megatron.core.tokenizers.build import build_tokenizer
 from megatron.plan.command import ENTRIES, split_launch_command
 from megatron.tools.parser import ToolArgumentParser
 from megatron.training.cli.arguments import parse_args_unchecked
-from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.cli.preflight import fit_elastic_layout, resolve_and_examine
 from megatron.training.initialize import build_mesh, leave_process_group
 from megatron.training.launch.launch_info import world_size

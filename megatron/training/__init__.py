@@ -1,7 +1,7 @@
 """The training program. The only package that knows flags.
 
 entry.py       what surrounds a main function: errors, on one rank or on all
-initialize.py  initialize_megatron(checked) -> Run
+initialize.py  initialize_megatron(checked) -> Run; checked_run.py: what it takes
 loop.py        pretrain(): sessions, and what comes before and after them
 session.py     one stretch of a run: its iterations, and what hooks are given between them
 state/         the run, this rank's stages and optimizer, and one optimizer step

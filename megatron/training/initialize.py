@@ -21,6 +21,7 @@ from megatron.core.config.plan.network import unused_kernel_ops
 from megatron.core.config.settings.parallel import can_exchange_heads
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import check_save_folder_writable
+from megatron.core.kernels.choice.run_requirements import kernel_requirements
 from megatron.core.kernels.choice.startup_check import select_kernels_with_trials
 from megatron.core.kernels.low_precision import recipes
 from megatron.core.parallel import collectives
@@ -28,8 +29,7 @@ from megatron.core.parallel.device import device_name, disable_malloc_trim, pick
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.training import global_vars
-from megatron.training.cli.device_checks import kernel_requirements
-from megatron.training.cli.preflight import CheckedRun
+from megatron.training.checked_run import CheckedRun
 from megatron.training.hooks.run_record import run_log_path
 from megatron.training.launch.elastic import elastic_layout_change_text
 from megatron.training.launch.launch_info import read_launch_info, world_size

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron.core.kernels.choice.kernel_check import TOLERANCE, try_usable_kernels
+from megatron.core.kernels.choice.run_requirements import kernel_requirements
 from megatron.core.kernels.choice.startup_check import select_kernels_with_trials
 from megatron.core.kernels.choice.table import CANDIDATES
 from megatron.core.kernels.ops import linear_loss, reference
 from megatron.core.kernels.ops.linear_loss import VocabularyShard
 from megatron.core.kernels.ops.mask import AttentionMaskSpec
-from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.health.causality_check import require_causal_attention
 from tests.gpu.test_training import losses_on
 from tests.helpers import tiny

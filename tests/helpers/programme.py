@@ -12,8 +12,9 @@ import torch
 import pretrain_gpt
 from megatron.core.config.flags.declare import raise_config_error_if
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
+from megatron.training.checked_run import CheckedRun
 from megatron.training.cli.arguments import parse_args_unchecked
-from megatron.training.cli.preflight import CheckedRun, check_arguments
+from megatron.training.cli.preflight import check_arguments
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import DatasetProvider
 from megatron.training.loop import pretrain

@@ -17,6 +17,7 @@ import pretrain_vision_classify
 from megatron.core.config.flags.declare import config_from_flat_dict
 from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.settings.run import RequestedRun, RunConfig
+from megatron.core.kernels.choice.run_requirements import kernel_requirements
 from megatron.core.kernels.choice.startup_check import select_kernels_with_trials
 from megatron.core.kernels.choice.table import KernelRequirements
 from megatron.core.models.decoders import build_decoder
@@ -24,7 +25,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams
 from megatron.core.tokenizers.build import NullTokenizer
-from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.state.batch import Batch, LossFunction, language_loss_with_mtp
 from megatron.training.state.run import RunContext
 from megatron.training.state.trainer import Trainer, build_trainer

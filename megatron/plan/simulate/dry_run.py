@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.run import RunConfig
+from megatron.core.kernels.choice.run_requirements import kernel_requirements
 from megatron.core.kernels.choice.table import CANDIDATES, select_kernels, supported_kernel_requests
 from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.parallel.flight_recorder import FlightRecorder
@@ -46,7 +47,6 @@ from megatron.plan.simulate.providers import PROVIDERS
 from megatron.plan.simulate.recorder import StepRecorder
 from megatron.plan.simulate.scan_recorder import ScanRecorder
 from megatron.plan.simulate.trace import DryRunResult, EventList, Trace
-from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.state.microbatches import BatchSchedule
 from megatron.training.state.run import RunContext
 from megatron.training.state.step import train_step

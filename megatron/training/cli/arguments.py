@@ -47,7 +47,7 @@ from megatron.training.cli.legacy_flags import similar_flags, translate_legacy_f
 from megatron.training.launch.launch_info import install_interrupt_excepthook, read_launch_info
 
 if TYPE_CHECKING:
-    from megatron.training.cli.preflight import CheckedRun
+    from megatron.training.checked_run import CheckedRun
 
 # What a checkpoint says of images that speaks of how its run trained, not of its network.
 _OF_THE_RUN = {

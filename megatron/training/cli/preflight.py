@@ -19,12 +19,12 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import groupby
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from megatron.core.config.adapters import is_trained_parameter
 from megatron.core.config.flags.declare import ConfigError, config_from_namespace, flag_name
@@ -32,7 +32,6 @@ from megatron.core.config.flags.idle import idle_settings
 from megatron.core.config.plan.network import value_of_run
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.data import DataFiles, TokenizerConfig
-from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.datasets.data_splits import check_data_files
 from megatron.core.datasets.kinds import dataset_kind_of_run
@@ -47,36 +46,11 @@ from megatron.core.tokenizers.build import (
     missing_tokenizer_files,
     tokenizer_flag_problems,
 )
+from megatron.training.checked_run import CheckedRun, Problem
 from megatron.training.launch.elastic import fit_layout_to_ranks
 from megatron.training.state.microbatches import BatchSchedule
 
-Problem = tuple[str, str]  # name of a rule, what to say
 Stage = Literal["settings", "sizes", "files", "vocabulary", "machine"]
-LOCAL = ("files", "machine")  # rules whose answer can be another on another machine
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedRun:
-    """A run as it would start, or why it cannot. config: resolved, with the vocabulary if the tokenizer was read.
-    problems: what keeps it from starting. notes: what is accepted and changes nothing, and what could not be checked.
-    origins: setting -> where its value came from. ranks: how many of `world_size` train; layouts: as it was given, and as
-    --elastic chose for them. given: every flag of the command line, the script's own too.
-    """
-
-    config: RunConfig
-    tokenizer: Tokenizer | None
-    problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
-    origins: Mapping[str, str]
-    world_size: int
-    ranks: int
-    layouts: tuple[ParallelConfig, ParallelConfig]
-    given: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def has_local_problems(self) -> bool:
-        """Whether another machine may find other problems."""
-        return any(rule in LOCAL for rule, _ in self.problems)
 
 
 @dataclass(frozen=True, slots=True)

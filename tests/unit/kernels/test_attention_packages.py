@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megatron.core.config.flags.declare import ConfigError
+from megatron.core.kernels.choice.run_requirements import kernel_requirements
 from megatron.core.kernels.choice.table import CANDIDATES, KernelRequirements, select_kernels
 from megatron.core.kernels.external import flash_attn, transformer_engine
 from megatron.core.kernels.ops import flex, fused, reference
 from megatron.core.kernels.ops.mask import AttentionMaskSpec, AttentionScoreModifiers
 from megatron.core.kernels.ops.packed_document_starts import PackedDocumentStarts
-from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.health.causality_check import require_causal_attention
 from tests.helpers import flash_attn_stand_in, flex_stand_in, tiny, transformer_engine_stand_in
 from tests.unit.kernels.test_ops import check, with_gradients

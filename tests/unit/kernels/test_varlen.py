@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.kernels.choice import table
+from megatron.core.kernels.choice.run_requirements import kernel_requirements
 from megatron.core.kernels.choice.startup_check import select_kernels_with_trials
 from megatron.core.kernels.choice.table import CANDIDATES, KernelRequirements, select_kernels
 from megatron.core.kernels.ops import flex, fused, packed_document_starts, reference, varlen
@@ -26,7 +27,6 @@ from megatron.core.kernels.ops.packed_document_starts import (
     document_starts_from_ids,
     memoize_packed_document_starts,
 )
-from megatron.training.cli.device_checks import kernel_requirements
 from megatron.training.state.batch import Batch
 from tests.helpers import flex_stand_in, tiny
 from tests.unit.kernels.test_attention_packages import DOCUMENTS, MASKS, B, S, heads

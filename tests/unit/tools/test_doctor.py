@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megatron.core.kernels.choice import kernel_check
 from megatron.core.kernels.choice.kernel_check import TOLERANCE, trials_for_ops_of_run, try_chosen_kernels
+from megatron.core.kernels.choice.run_requirements import kernel_requirements
 from megatron.core.kernels.choice.table import Kernels, select_kernels
 from megatron.core.kernels.ops import fused, reference
 from megatron.core.parallel.mesh import Mesh
-from megatron.training.cli.device_checks import kernel_requirements
 from megatron.verify import doctor
 from megatron.verify.doctor import DoctorContext, DoctorFinding
 from tests.helpers import tiny
