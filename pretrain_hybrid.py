@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megatron.training.cli.arguments import missing_hybrid_pattern_problems, parse_args
+from megatron.cli.arguments import missing_hybrid_pattern_problems, parse_args
 from megatron.training.launch.launch_info import read_launch_info
 
 if __name__ == "__main__":  # before torch is imported, so that --help and refusals answer at once

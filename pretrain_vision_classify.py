@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.training.cli.arguments import parse_args
+from megatron.cli.arguments import parse_args
 from megatron.training.launch.launch_info import read_launch_info
 
 # An image is one sample with one label; there is no text.

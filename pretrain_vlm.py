@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from megatron.training.cli.arguments import parse_args
+from megatron.cli.arguments import parse_args
 from megatron.training.launch.launch_info import read_launch_info
 
 DEFAULTS = {"tokenizer_type": "HuggingFaceTokenizer", "vision_model_type": "clip", "sft": True}

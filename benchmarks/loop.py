@@ -49,9 +49,9 @@ def clocked(call: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
 def overhead(steps: int) -> None:
     """Train in this process and print how an iteration's CPU time is shared out."""
     import pretrain_gpt
+    from megatron.cli.arguments import parse_args
     from megatron.core.optimizer.optimizer import Optimizer
     from megatron.training import loop
-    from megatron.training.cli.arguments import parse_args
     from megatron.training.initialize import initialize_megatron
     from megatron.training.state import step
     from megatron.training.state.hooks import StepHooks

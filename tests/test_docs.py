@@ -95,7 +95,10 @@ def what_is_wrong_with(words: list[str]) -> list[str]:
     wrong = [f"{script} is no file" for script in scripts if not (ROOT / script).is_file()]
     tool = next((word for word in words if re.match(r"tools/.*\.py$", word)), None)
     if tool is not None and not wrong and "--" not in words:
-        text = "".join((ROOT / "megatron" / file).read_text(encoding="utf-8") for file in (tool, "tools/parser.py"))
+        text = "".join(
+            (ROOT / "megatron/cli" / file).read_text(encoding="utf-8")
+            for file in (tool.replace("tools/", "commands/"), "tool_parser.py")
+        )
         flags = {word.partition("=")[0] for word in words[words.index(tool) :] if word.startswith("--")}
         known = {word for field, kind in flag_fields(RunConfig) for word in flag_spellings(field, kind)}
         wrong += [f"{tool} has no {flag}" for flag in sorted(flags - known) if f'"{flag}"' not in text]

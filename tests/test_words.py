@@ -153,7 +153,7 @@ PACKAGES: Sequence[str] = (
     "megatron/inference",
     "megatron/evaluation",
     "megatron/tasks",
-    "megatron/tools",
+    "megatron/cli",
     "megatron/plan",
     "megatron/verify",
     "benchmarks",

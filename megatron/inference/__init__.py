@@ -21,6 +21,7 @@ liveness.py                which ranks are alive
 service.py                 an engine in a thread of its own, for servers
 service_thread.py          that thread, which a reward model has too
 score_service.py           texts that wait for a score, scored together
+answer_file.py             a file of answers while it grows: which of its lines answer the input
 beam.py                    beam search over an engine
 generate.py                text in, text out
 image_prompts.py           prompts with images

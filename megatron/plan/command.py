@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron.cli.arguments import missing_hybrid_pattern_problems, parse_args_unchecked
 from megatron.core.config.flags.declare import ConfigError, config_from_namespace
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.data import DataFiles
@@ -33,7 +34,6 @@ from megatron.rl.planned_memory import (
     run_does_not_fit_message,
 )
 from megatron.rl.settings import RLConfig
-from megatron.training.cli.arguments import missing_hybrid_pattern_problems, parse_args_unchecked
 
 MemoryBeside = Callable[[RunConfig, int], Mapping[str, float]]
 MemoryProblem = Callable[[RunConfig, int, float], str]

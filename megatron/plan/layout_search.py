@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from megatron.cli.preflight import resolve_and_examine
 from megatron.core.config.flags.declare import flag_name
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.run import RunConfig
@@ -32,7 +33,6 @@ from megatron.plan.hardware import Hardware
 from megatron.plan.repair import RunSetup
 from megatron.plan.stage_estimate import estimate_tolerance
 from megatron.plan.units import bytes_text
-from megatron.training.cli.preflight import resolve_and_examine
 
 _NOTHING: Mapping[str, Any] = {
     "recompute_granularity": None,

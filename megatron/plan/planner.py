@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from megatron.cli.preflight import resolve_and_examine
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.run import RunConfig
 from megatron.plan.analytic_estimate import analytic_estimate, with_padded_vocabulary
@@ -20,7 +21,6 @@ from megatron.plan.repair import RunSetup
 from megatron.plan.simulate.collective_matching import CollectiveMatchReport
 from megatron.plan.simulate.trace import KINDS, DryRunResult, Trace
 from megatron.plan.units import bytes_text
-from megatron.training.cli.preflight import resolve_and_examine
 
 MOST_TRIED = 6
 

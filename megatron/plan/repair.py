@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import cache, reduce
 from typing import Any, Literal, get_args, get_origin
 
+from megatron.cli.preflight import fit_elastic_layout, preflight, resolve_and_examine
 from megatron.core.config.flags.declare import flag_fields, flag_name, flag_spellings
 from megatron.core.config.plan.pattern import suggested_hybrid_patterns
 from megatron.core.config.settings.data import (
@@ -39,7 +40,6 @@ from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig, TrainConfig
 from megatron.training.checked_run import CheckedRun
-from megatron.training.cli.preflight import fit_elastic_layout, preflight, resolve_and_examine
 
 WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
 # Values for what nobody but the user can know; the report says that they are examples.

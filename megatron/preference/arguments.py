@@ -7,10 +7,10 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron.cli.arguments import parse_args
 from megatron.core.config.flags.declare import config_from_flat_dict, config_from_namespace, raw_flag_values
 from megatron.core.config.settings.run import RequestedRun
 from megatron.preference.settings import PreferenceConfig, preference_config_problems
-from megatron.training.cli.arguments import parse_args
 
 if TYPE_CHECKING:
     from megatron.training.checked_run import CheckedRun

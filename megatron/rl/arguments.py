@@ -7,12 +7,12 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron.cli.arguments import parse_args
 from megatron.core.config.flags.declare import config_from_flat_dict, config_from_namespace, raw_flag_values
 from megatron.core.config.rules.engine import NEEDS, broken_rules
 from megatron.core.config.rules.rule import ConfigRuleInput
 from megatron.core.config.settings.run import RequestedRun
 from megatron.rl.settings import RLConfig, generation_run_config, rl_config_problems
-from megatron.training.cli.arguments import parse_args
 
 if TYPE_CHECKING:
     from megatron.training.checked_run import CheckedRun

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 
+from megatron.cli.arguments import parse_args
 from megatron.core.config.flags.declare import config_from_flat_dict, raw_flag_values
 from megatron.tasks.flags import TaskConfig, task_flag_defaults, task_flag_problems
-from megatron.training.cli.arguments import parse_args
 from megatron.training.launch.launch_info import read_launch_info
 
 

@@ -1,4 +1,4 @@
-"""The training program. The only package that knows flags.
+"""The training program.
 
 entry.py       what surrounds a main function: errors, on one rank or on all
 initialize.py  initialize_megatron(checked) -> Run; checked_run.py: what it takes
@@ -8,7 +8,6 @@ state/         the run, this rank's stages and optimizer, and one optimizer step
 hooks/         log lines, evaluations, saves: what a run does between two steps
 loader.py      datasets to iterators of microbatches
 global_vars.py get_args() and friends, for user scripts written against Megatron
-cli/           flags to RunConfig, old spellings, --help, and the checks before a run starts
 data/          which samples a step reads, and how they become microbatches
 checkpoint/    what a run saves, where it resumes from, and whether the two fit
 report/        metrics of a step, timers, and the file of the run log

@@ -3,12 +3,14 @@
 A rule is a function from the files of a tree to its offences: path, line, what is wrong and what to do. The table RULES
 at the end names them all; `tests/test_architecture.py` runs them over the repository.
 
-    layer 13  tools/  examples/
-    layer 12  megatron/verify/
-    layer 11  megatron/plan/
-    layer 10  pretrain_*.py  finetune.py  train_rl.py  tasks/
-    layer 9   megatron/rl/  megatron/preference/
-    layer 8   megatron/evaluation/
+    layer 15  tools/  examples/
+    layer 14  megatron/cli/commands/
+    layer 13  megatron/verify/
+    layer 12  megatron/plan/
+    layer 11  pretrain_*.py  finetune.py  train_rl.py  tasks/
+    layer 10  megatron/rl/  megatron/preference/
+    layer 9   megatron/evaluation/
+    layer 8   megatron/cli/
     layer 7   megatron/training/  megatron/inference/
     layer 6   megatron/adapters/
     layer 5   core/models/, and above it core/families/
@@ -48,11 +50,13 @@ LAYERS = (
     ("core/families",),
     ("adapters",),
     ("training", "inference"),
+    ("cli",),
     ("evaluation",),
     ("rl", "preference"),  # reward models score answers
     ("entries", "tasks"),
     ("plan",),  # simulates what the entries train
     ("verify",),
+    ("cli/commands",),
     ("tools", "examples"),
 )
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
@@ -77,7 +81,7 @@ LATE_IMPORTS = (
     "megatron/core/families/hf.py",
     "megatron/core/datasets/samplers.py",
     "megatron/core/datasets/storage.py",
-    "megatron/tools/inspect_dataset.py",
+    "megatron/cli/commands/inspect_dataset.py",
     "megatron/rl/environments/math_problems.py",
     "megatron/rl/ray_ranks.py",
     *(f"megatron/core/datasets/ingest/{name}.py" for name in ("columns", "lines", "sentences")),
@@ -85,33 +89,36 @@ LATE_IMPORTS = (
 # Parts of ours that may come late: the command line is read before torch is imported, and DTensor only with FSDP2.
 LATE_OWN = (
     ("megatron/training/state/trainer.py", "megatron.core.distributed.fsdp.FullySharded"),
-    ("megatron/training/cli/arguments.py", "megatron.training.checkpoint.formats.foreign_checkpoint_settings"),
-    ("megatron/training/cli/arguments.py", "megatron.training.checkpoint.adapters.adapter_config_of"),
-    ("megatron/training/cli/arguments.py", "megatron.core.families.megatron.open.read_megatron_arguments"),
-    ("megatron/training/cli/preflight.py", "megatron.training.cli.device_checks.unsupported_by_machine"),
-    ("megatron/training/cli/preflight.py", "megatron.training.cli.device_checks.device_type"),
-    ("megatron/training/cli/arguments.py", "megatron.training.cli.preflight.check_arguments"),
+    ("megatron/cli/arguments.py", "megatron.training.checkpoint.formats.foreign_checkpoint_settings"),
+    ("megatron/cli/arguments.py", "megatron.training.checkpoint.adapters.adapter_config_of"),
+    ("megatron/cli/arguments.py", "megatron.core.families.megatron.open.read_megatron_arguments"),
+    ("megatron/cli/preflight.py", "megatron.cli.device_checks.unsupported_by_machine"),
+    ("megatron/cli/preflight.py", "megatron.cli.device_checks.device_type"),
+    ("megatron/cli/arguments.py", "megatron.cli.preflight.check_arguments"),
     ("megatron/core/models/flops.py", "megatron.core.optimizer.optimizer.update_rule_named"),
     ("megatron/core/models/describe.py", "megatron.core.models.on_meta.rank_parameter_sizes"),
     ("megatron/rl/planned_memory.py", "megatron.core.dist_checkpointing.checkpoint_folders.CheckpointError"),
     ("megatron/rl/planned_memory.py", "megatron.training.checkpoint.formats.open_checkpoint"),
     ("megatron/tasks/main.py", "megatron.tasks.run.run_task"),
-    ("megatron/tools/checkpoint/inspect.py", "megatron.verify.compare.foreign_contents.foreign_checkpoint_contents"),
-    ("megatron/tools/check_config.py", "megatron.plan.simulate.layout_build_check.check_layout_parameters"),
-    ("megatron/tools/check_parity.py", "megatron.verify.parity.serial_comparison.run_layout_parity_check"),
-    ("megatron/tools/plan.py", "megatron.plan.simulate.dry_run.dry_run"),
-    ("megatron/tools/plan.py", "megatron.plan.simulate.one_microbatch.layer_runner"),
-    ("megatron/tools/plan.py", "megatron.plan.measure.measure_hardware"),
+    (
+        "megatron/cli/commands/checkpoint/inspect.py",
+        "megatron.verify.compare.foreign_contents.foreign_checkpoint_contents",
+    ),
+    ("megatron/cli/commands/check_config.py", "megatron.plan.simulate.layout_build_check.check_layout_parameters"),
+    ("megatron/cli/commands/check_parity.py", "megatron.verify.parity.serial_comparison.run_layout_parity_check"),
+    ("megatron/cli/commands/plan.py", "megatron.plan.simulate.dry_run.dry_run"),
+    ("megatron/cli/commands/plan.py", "megatron.plan.simulate.one_microbatch.layer_runner"),
+    ("megatron/cli/commands/plan.py", "megatron.plan.measure.measure_hardware"),
 )
 FLAG_READERS = (
     "megatron/core/config/flags/declare.py",
-    "megatron/training/cli/arguments.py",
-    "megatron/training/cli/help.py",
-    "megatron/training/cli/preflight.py",
+    "megatron/cli/arguments.py",
+    "megatron/cli/help.py",
+    "megatron/cli/preflight.py",
     "megatron/training/global_vars.py",
     "megatron/rl/arguments.py",
     "megatron/preference/arguments.py",
-    "megatron/tools/parser.py",
+    "megatron/cli/tool_parser.py",
 )
 CUDA_CALLERS = ("megatron/core/parallel/device.py", "megatron/core/kernels/")
 ENVIRONMENT_READERS = (
@@ -174,7 +181,9 @@ class Source:
             parts = parts[:-1] if parts[-1] == "__init__" else parts
             if len(parts) < 3 and "/".join(parts) in LAYER_OF:
                 return "/".join(parts)
-            return "/".join(parts[1:3]) if parts[1:2] == ["core"] else "".join(parts[1:2])
+            if parts[1:3] == ["cli", "commands"] or parts[1:2] == ["core"]:
+                return "/".join(parts[1:3])
+            return "".join(parts[1:2])
         if len(parts) == 1:
             return "entries" if parts[0].startswith(("pretrain_", "train_", "finetune")) else None
         return parts[0] if parts[0] in LAYER_OF else None
@@ -366,7 +375,7 @@ def imports_stand_at_the_top(tree: Tree) -> Offences:
 def flags_are_read_where_they_may_be(tree: Tree) -> Offences:
     """argparse, sys.argv and Namespace are for the parser, the handle of a run, and scripts with a main of their own."""
     for source in tree.values():
-        has_main = source.package in ("entries", "tasks", "tools", "examples") and any(
+        has_main = source.package in ("entries", "tasks", "cli/commands", "tools", "examples") and any(
             isinstance(node, ast.FunctionDef) and node.name == "main" for node in source.syntax.body
         )
         if source.is_test or has_main or source.at(*FLAG_READERS):

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import pretrain_gpt
+from megatron.cli.arguments import parse_args
 from megatron.core.models.gpt import GPTModel
-from megatron.training.cli.arguments import parse_args
 from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.launch.launch_info import world_size

@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron.cli.arguments import parse_args_unchecked
+from megatron.cli.preflight import resolve_and_examine
 from megatron.core.config.flags.declare import config_from_namespace, raise_config_error_if
 from megatron.core.config.settings.run import RequestedRun, RunConfig
-from megatron.training.cli.arguments import parse_args_unchecked
-from megatron.training.cli.preflight import resolve_and_examine
 
 
 def parse_args_or_raise(

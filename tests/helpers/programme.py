@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 import pretrain_gpt
+from megatron.cli.arguments import parse_args_unchecked
+from megatron.cli.preflight import check_arguments
 from megatron.core.config.flags.declare import raise_config_error_if
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
 from megatron.training.checked_run import CheckedRun
-from megatron.training.cli.arguments import parse_args_unchecked
-from megatron.training.cli.preflight import check_arguments
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import DatasetProvider
 from megatron.training.loop import pretrain

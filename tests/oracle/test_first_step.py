@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.cli.preflight import resolve_and_examine
 from megatron.core.config.flags.declare import config_from_flat_dict
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.parallel.spec import param_spec_of
-from megatron.training.cli.preflight import resolve_and_examine
 from megatron.training.state.batch import Batch
 from megatron.training.state.step import train_step
 from tests.helpers import tiny

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.cli.commands.checkpoint import convert
 from megatron.core.dist_checkpointing.pickles import read_torch_file
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.families.megatron import torch_dist
 from megatron.core.families.megatron.stored import TorchDistIndexEntry
 from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
-from megatron.tools.checkpoint import convert
 from tests.peers.cases import CASES, RUN
 from tests.peers.make_fixtures import unpack
 from tests.peers.test_continuation import demand_its_steps, steps_of_continuation, steps_of_megatron

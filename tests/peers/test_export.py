@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.cli.commands.checkpoint import convert
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.pickles import read_torch_file
@@ -21,7 +22,6 @@ from megatron.core.families.megatron.export import (
 )
 from megatron.core.families.megatron.open import open_megatron_checkpoint
 from megatron.core.families.megatron.torch_dist import _parse_torch_dist_index, _read_torch_dist_index
-from megatron.tools.checkpoint import convert
 from tests.peers.cases import CASES, RUN
 from tests.peers.make_fixtures import HERE, VERSION, install, newest_version, started_together, unpack
 from tests.peers.ours import logged_steps

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Convert a checkpoint. The code is in megatron/tools/checkpoint/convert.py."""
+"""Convert a checkpoint. The code is in megatron/cli/commands/checkpoint/convert.py."""
 
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parents[1]), *(path for path in sys.path if Path(path).resolve() != HERE)]
-from megatron.tools.checkpoint.convert import main
+from megatron.cli.commands.checkpoint.convert import main
 
 if __name__ == "__main__":
     main()

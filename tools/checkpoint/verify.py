@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Say everything that is wrong with checkpoints. The code is in megatron/tools/checkpoint/verify.py."""
+"""Say everything that is wrong with checkpoints. The code is in megatron/cli/commands/checkpoint/verify.py."""
 
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parents[1]), *(path for path in sys.path if Path(path).resolve() != HERE)]
-from megatron.tools.checkpoint.verify import main
+from megatron.cli.commands.checkpoint.verify import main
 
 if __name__ == "__main__":
     main()

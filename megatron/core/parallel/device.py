@@ -65,7 +65,7 @@ def set_sched_batch_policy(device: torch.device) -> None:
 
 def process_group_backend(device: torch.device, requested: str = "auto") -> str:
     """Return the process-group backend: nccl or gloo by the device, or that of --distributed-backend (requested)."""
-    # Megatron's default, which is in every script; training/cli/preflight.py says so
+    # Megatron's default, which is in every script; cli/preflight.py says so
     if requested == "nccl" and device.type == "cpu":
         return "gloo"
     return requested if requested != "auto" else ("nccl" if device.type == "cuda" else "gloo")

@@ -21,12 +21,12 @@ from megatron.adapters import peft
 from megatron.adapters.files import LinearLoraWeights, LoadedAdapter, planned_adapters
 from megatron.adapters.peft_config import _HARMLESS, CONFIG
 from megatron.adapters.peft_export import write_peft_folder
+from megatron.cli.commands.checkpoint import adapter as tool
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf
 from megatron.core.families.registry import model_config_from_settings
 from megatron.core.parallel.spec import param_spec_of
-from megatron.tools.checkpoint import adapter as tool
 from megatron.training.checkpoint.adapters import open_adapters
 from megatron.training.state.trainer import Trainer
 from tests.unit.adapters.test_peft import (

@@ -1,6 +1,6 @@
 """The flags of Megatron's own parser (release 0.19.2) with their defaults, as data, against ours: equal, different for a reason, or answered.
 
-megatron_defaults.json: flag -> [kind, default], read from the parser that `megatron.training.cli.arguments.add_megatron_arguments` makes. Kinds:
+megatron_defaults.json: flag -> [kind, default], read from the parser that `megatron.cli.arguments.add_megatron_arguments` makes. Kinds:
 a switch changes its setting when it is given, a bool has both spellings, a value's default is as a user would write it.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from megatron.cli.legacy_flags import find_legacy_flag
 from megatron.core.config.flags.declare import flag_fields, flag_name, flag_spellings
 from megatron.core.config.settings.run import RequestedRun
-from megatron.training.cli.legacy_flags import find_legacy_flag
 
 DATA = json.loads((Path(__file__).parent / "megatron_defaults.json").read_text())
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "moving_from_megatron.md"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from megatron.cli.commands import preprocess_mmdata
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import DataConfig
 from megatron.core.datasets import images
@@ -24,7 +25,6 @@ from megatron.core.datasets.indexed import DataError, IndexedDatasetBuilder
 from megatron.core.datasets.multimodal import make_image_chat_dataset_kind
 from megatron.core.datasets.multimodal_bin_idx import image_bytes_to_int32
 from megatron.core.datasets.webdataset import read_energon_rows, read_tar_samples
-from megatron.tools import preprocess_mmdata
 from tests.helpers import tiny
 from tests.unit.datasets.test_images import bomb, content, picture
 from tests.unit.datasets.test_multimodal import SETTINGS, TOKENIZER, dataset, spans

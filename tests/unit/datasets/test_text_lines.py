@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 
+from megatron.cli.commands.evaluate_vlm import read_lines_by_id
+from megatron.cli.commands.generate import count_finished_lines, enumerate_nonblank_lines
+from megatron.cli.commands.plot_loss import _read_log_records
+from megatron.cli.commands.preprocess_mmdata import read_text_image_pairs
+from megatron.cli.commands.score_with_reward_model import parse_line_to_score
 from megatron.core.datasets.conversations import ConversationEncoder, _tokenize_conversation_file
 from megatron.core.datasets.image_conversations import _read_json_rows
 from megatron.core.datasets.storage import read_text_lines, split_text_lines
@@ -22,11 +27,6 @@ from megatron.rl.environments.base import ProblemFile
 from megatron.rl.rollout_sample_files import read_rollout_samples
 from megatron.tasks.race import read_race_questions
 from megatron.tasks.zeroshot import read_lambada_passages
-from megatron.tools.evaluate_vlm import read_lines_by_id
-from megatron.tools.generate import count_finished_lines, enumerate_nonblank_lines
-from megatron.tools.plot_loss import _read_log_records
-from megatron.tools.preprocess_mmdata import read_text_image_pairs
-from megatron.tools.score import parse_line_to_score
 from tests.helpers.architecture import ROOT
 
 ENDS = "\u2028\u2029\u0085\x7f"  # within JSON strings as they are
@@ -122,7 +122,7 @@ def test_no_other_program_splits_a_file_at_every_end_of_lines() -> None:
         "megatron/training/health/rerun.py",
         "megatron/core/datasets/ingest/sentences.py",
         "megatron/verify/parity/local_ranks.py",
-        "megatron/tools/checkpoint/resume_check.py",
+        "megatron/cli/commands/checkpoint/resume_check.py",
     }
     found = {
         str(path.relative_to(ROOT))

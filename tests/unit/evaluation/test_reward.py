@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.cli.commands import score_with_reward_model as tool
+from megatron.cli.commands.checkpoint import adapter
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.evaluation.reward_model import RewardModel, _hf_padding_id
-from megatron.tools import score as tool
-from megatron.tools.checkpoint import adapter
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.export import export_hf_with_tokenizer
 from megatron.training.checkpoint.formats import open_checkpoint

@@ -17,6 +17,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed; the extra `serv
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; the extra `server` brings it")
 
 from megatron.adapters.files import LoadedAdapter
+from megatron.cli.commands.serve import adapter_folders_by_name, make_adapter_opener
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
@@ -24,7 +25,6 @@ from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.inference.engine import Engine
 from megatron.inference.requests import GenerationRequest
 from megatron.inference.sampling import SamplingParams
-from megatron.tools.run_text_generation_server import adapter_folders_by_name, make_adapter_opener
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from tests.unit.inference.clients import NAME, Answer, bytes_engine, bytes_network, serving
 from tests.unit.inference.serving import engine_of

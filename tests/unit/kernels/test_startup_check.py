@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.cli.commands import doctor
 from megatron.core.kernels.choice import startup_check
 from megatron.core.kernels.choice.startup_check import KernelChoice, select_kernels_with_trials
 from megatron.core.kernels.choice.table import CANDIDATES, KernelCandidate, KernelRequirements, select_kernels
@@ -17,7 +18,6 @@ from megatron.core.kernels.low_precision import fp8
 from megatron.core.kernels.low_precision.fp8 import QuantizeTransposeKernels
 from megatron.core.kernels.ops import reference
 from megatron.core.parallel.mesh import Mesh
-from megatron.tools import doctor
 from megatron.training import initialize
 from tests.helpers import tiny
 

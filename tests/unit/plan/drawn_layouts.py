@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+from megatron.cli.preflight import resolve_and_examine
 from megatron.core.config.settings.run import RunConfig
 from megatron.plan.analytic_estimate import with_padded_vocabulary
 from megatron.plan.command import parse_training_command
-from megatron.training.cli.preflight import resolve_and_examine
 
 VOCABULARY = 32000
 COMMON = "--train-iters 10 --lr 1e-3 --mock-data --init-method-std 0.02 --attention-dropout 0 --hidden-dropout 0"

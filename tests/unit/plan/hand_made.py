@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megatron.cli.preflight import resolve_and_examine
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Action, pipeline_training_plan, with_reduction_actions
 from megatron.plan.analytic_estimate import with_padded_vocabulary
@@ -12,7 +13,6 @@ from megatron.plan.command import parse_training_command
 from megatron.plan.hardware import Hardware, NetworkLink
 from megatron.plan.repair import RunSetup
 from megatron.plan.simulate.trace import DryRunResult, MemoryByKind, StepEvent, Trace
-from megatron.training.cli.preflight import resolve_and_examine
 
 FLAGS = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 "

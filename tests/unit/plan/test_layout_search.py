@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from megatron.cli.preflight import resolve_and_examine
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.models.flops import estimate_memory_by_pipeline_rank
 from megatron.core.parallel.grid import axis_rank_groups
@@ -24,7 +25,6 @@ from megatron.plan.hardware import PROFILES
 from megatron.plan.layout_search import BEST, RECOMPUTE, CandidateLayout, LayoutRanking, Planner, search_layouts
 from megatron.plan.report import layout_search_text
 from megatron.plan.units import bytes_text
-from megatron.training.cli.preflight import resolve_and_examine
 from tests.unit.plan.hand_made import FLAGS, VOCABULARY, config_of, setting_of
 
 MACHINE = replace(PROFILES["h100-80"], node=4)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from megatron.cli.preflight import resolve_and_examine
 from megatron.core.config.flags.declare import config_from_flat_dict
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.run import RequestedRun, RunConfig
@@ -19,7 +20,6 @@ from megatron.core.parallel.grid import axis_rank_groups
 from megatron.plan.repair import RunSetup, smallest_repair
 from megatron.plan.simulate import layout_build_check as built
 from megatron.plan.simulate.layout_build_check import check_layout_parameters, mesh_without_groups
-from megatron.training.cli.preflight import resolve_and_examine
 
 BASE: dict[str, Any] = {
     "num_layers": 4,

@@ -8,6 +8,7 @@ from itertools import islice
 
 import pytest
 
+from megatron.cli.commands.plan import make_layer_estimator
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.plan.cost import step_cost
 from megatron.plan.hardware import PROFILES
@@ -16,7 +17,6 @@ from megatron.plan.layout_search import FittingLayout, LayerEstimator, search_la
 from megatron.plan.simulate.dry_run import dry_run
 from megatron.plan.simulate.one_microbatch import layer_runner
 from megatron.plan.stage_estimate import estimate_tolerance, profiled_estimate
-from megatron.tools.plan import make_layer_estimator
 from tests.unit.plan.drawn_layouts import FAMILIES, drawn_layouts
 from tests.unit.plan.hand_made import VOCABULARY, config_of, setting_of
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli.commands.checkpoint import resume_check
 from megatron.core.dist_checkpointing.checkpoint_folders import iteration_of_best_link
 from megatron.preference.arguments import parse_preference_args
 from megatron.preference.data import (
@@ -18,13 +19,12 @@ from megatron.preference.data import (
     with_epoch_iterations,
 )
 from megatron.preference.step import PreferenceStep
-from megatron.tools.checkpoint import resume_check
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loop import pretrain
 from pretrain_gpt import datasets_provider, model_provider
 from tests.helpers.architecture import ROOT
+from tests.unit.cli.test_checkpoint_resume_check import RanksHere
 from tests.unit.preference.test_finetune_command import NETWORK, run, said, words_of, write_rows
-from tests.unit.tools.test_checkpoint_resume_check import RanksHere
 
 STEPS = 2
 EVALUATED = (

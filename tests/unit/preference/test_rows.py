@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.cli.commands import check_config
 from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.indexed import DataError
 from megatron.core.tokenizers.build import ByteTokenizer
 from megatron.preference.arguments import parse_preference_args
 from megatron.preference.dataset import PreferenceDatasetKind
 from megatron.preference.rows import PreferenceRowParser, parse_preference_rows
-from megatron.tools import check_config
 
 USER, GOOD, BAD = (
     {"role": role, "content": content}

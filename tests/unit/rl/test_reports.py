@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli.commands import check_config, plan
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.inference.engine import Engine
@@ -27,7 +28,6 @@ from megatron.rl.planned_memory import (
 )
 from megatron.rl.rollout_sample_files import RolloutSampleFiles, read_rollout_samples
 from megatron.rl.rollouts import Rollout, RolloutLimits
-from megatron.tools import check_config, plan
 from megatron.training.state.step import train_step
 from tests.helpers.policy import RL, EvenIds, trainer_of
 

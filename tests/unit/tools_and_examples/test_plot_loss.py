@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.cli.commands import plot_loss, unigram_entropy
 from megatron.core.config.settings.run import LogConfig
 from megatron.core.datasets.indexed import IndexedDatasetBuilder
-from megatron.tools import plot_loss, unigram_entropy
 from megatron.training.hooks.writers import Writers
 from megatron.training.report.metrics import StepMetrics
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from megatron.cli.command_names import command_name, with_command_names
 from megatron.plan.command import ENTRIES, parse_training_command, split_launch_command
-from megatron.training.cli.commands import command_name, with_command_names
 from tests.helpers.architecture import ROOT, arrows, imported, repository
 
 # What a file needs beyond the declared packages; no file of the library that needs less imports these files.
 SERVER = "megatron/inference/server/"  # nothing else of the library imports it
 OPTIONAL = {
     "megatron/core/pipeline_parallel/picture.py": {"matplotlib"},
-    "megatron/tools/plot_loss.py": {"matplotlib"},
-    "megatron/tools/run_text_generation_server.py": {"uvicorn"},
+    "megatron/cli/commands/plot_loss.py": {"matplotlib"},
+    "megatron/cli/commands/serve.py": {"uvicorn"},
     f"{SERVER}app.py": {"fastapi", "starlette"},
     f"{SERVER}scoring.py": {"fastapi"},
     f"{SERVER}http_server.py": {"uvicorn"},
@@ -241,7 +241,7 @@ def test_the_library_needs_only_what_it_declares() -> None:
         f"{source.path}:{line}"
         for source, line, other in arrows(tree)
         if other.path in OPTIONAL
-        and not source.path.startswith("megatron/tools/")  # which say what is missing
+        and not source.path.startswith("megatron/cli/commands/")  # which say what is missing
         and not OPTIONAL[other.path] <= OPTIONAL.get(source.path, set())
         and not (source.path.startswith(SERVER) and other.path.startswith(SERVER))
     ]

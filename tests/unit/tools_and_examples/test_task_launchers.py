@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron.cli.arguments import parse_args_unchecked
 from megatron.core.config.flags.declare import config_from_namespace
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.run import RunConfig
@@ -17,7 +18,6 @@ from megatron.tasks.flags import TaskConfig, task_flag_defaults
 from megatron.tasks.glue import read_glue_samples
 from megatron.tasks.race import read_race_questions
 from megatron.tasks.zeroshot import read_lambada_passages, read_perplexity_text
-from megatron.training.cli.arguments import parse_args_unchecked
 from tests.helpers.architecture import ROOT
 from tests.helpers.flags import parse_args_or_raise, run_config_of_args
 from tests.unit.tools_and_examples.test_launchers import bash, launch

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import pretrain_gpt
+from megatron.cli.commands.replay import main
 from megatron.core.dist_checkpointing.checkpoint_folders import checkpoints_to_try
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.models.gpt import GPTModel
@@ -20,7 +21,6 @@ from megatron.core.parallel import collectives
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.spec import param_spec_of
 from megatron.plan.simulate.providers import PROVIDERS
-from megatron.tools.replay import main
 from megatron.training.health.bad_steps import BadStepError, StepHistory, StepValidator
 from megatron.training.state.batch import Batch, LossFunction
 from megatron.training.state.run import RunContext

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.cli.preflight import preflight
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.distributed.ddp import DataParallel
 from megatron.core.parallel.main_grad import MainGrad
 from megatron.training.accelerate.cuda_graphs import LayerGraphCapturer
-from megatron.training.cli.preflight import preflight
 from megatron.training.state.evaluate import evaluate_loss
 from megatron.training.state.step import train_step
 from megatron.training.state.trainer import Trainer

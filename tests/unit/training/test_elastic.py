@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.cli.preflight import fit_elastic_layout, resolve_and_examine
 from megatron.core.config.flags.declare import config_from_flat_dict
 from megatron.core.config.settings.run import RunConfig
 from megatron.training.checkpoint.checkpointing import Checkpointer
-from megatron.training.cli.preflight import fit_elastic_layout, resolve_and_examine
 from megatron.training.data.sample_order import microbatch_sample_indices
 from megatron.training.launch.elastic import elastic_layout_change_text
 from megatron.training.report.run_log import read_run_log_events

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.cli.arguments import parse_args_unchecked
+from megatron.cli.preflight import check_arguments
 from megatron.core import parallel_state
 from megatron.core.parallel.mesh import Mesh
 from megatron.training import global_vars, initialize
 from megatron.training.checkpoint import inference_model
-from megatron.training.cli.arguments import parse_args_unchecked
-from megatron.training.cli.preflight import check_arguments
 from megatron.training.initialize import initialize_megatron
 from megatron.training.launch import rendezvous
 from megatron.training.launch.launch_info import read_launch_info

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from megatron.cli.commands.check_parity import parse_arguments, proxy_config_of_command
 from megatron.core.parallel import collectives
 from megatron.preference import data as data_module
 from megatron.preference.settings import PreferenceConfig
-from megatron.tools.check_parity import parse_arguments, proxy_config_of_command
 from megatron.verify.parity.proxy_config import ProxyConfig
 from megatron.verify.parity.serial_comparison import LayoutParityResult, compare_recorded_runs_to_serial
 from megatron.verify.parity.short_run import (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron.cli.preflight import resolve_and_examine
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.plan.stages import stage_specs_of_run
@@ -15,7 +16,6 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import can_overlap_pair, pipeline_training_plan
 from megatron.plan.command import parse_training_command
 from megatron.plan.repair import RunSetup
-from megatron.training.cli.preflight import resolve_and_examine
 from megatron.verify.parity.proxy_config import ProxyConfig, make_proxy_config, proxy_degree_candidates
 from tests.helpers import tiny
 from tests.parity.table import MODELS, ROWS, named, read_layout

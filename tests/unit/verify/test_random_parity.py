@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from megatron.cli.preflight import resolve_and_examine
 from megatron.core.config.flags.declare import ConfigError, config_from_flat_dict
 from megatron.core.config.settings.run import RequestedRun
 from megatron.plan.simulate.collective_matching import match_collectives
 from megatron.plan.simulate.dry_run import dry_run
 from megatron.plan.simulate.layout_build_check import check_layout_parameters
-from megatron.training.cli.preflight import resolve_and_examine
 from megatron.verify.parity.local_ranks import RankFailed
 from megatron.verify.parity.proxy_config import make_proxy_config
 from megatron.verify.parity.serial_comparison import compare_recorded_runs_to_serial

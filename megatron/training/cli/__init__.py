@@ -1,1 +1,0 @@
-"""The command line: flags, old spellings, help, and the checks before a run starts."""
