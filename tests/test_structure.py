@@ -109,10 +109,10 @@ MEASURES: Mapping[str, Measure] = {
 LIMITS: Mapping[str, Limit] = {
     "groups of folders that import each other": Limit(0, aim=0),
     "folders in such groups": Limit(0, aim=0),
-    "imports of features by core and training": Limit(41, aim=0),
-    "files of core and training that name adapter": Limit(23, aim=5),
-    "files of core and training that name bert": Limit(16, aim=5),
-    "files of core and training that name t5": Limit(14, aim=5),
+    "imports of features by core and training": Limit(40, aim=0),
+    "files of core and training that name adapter": Limit(22, aim=5),
+    "files of core and training that name bert": Limit(13, aim=5),
+    "files of core and training that name t5": Limit(12, aim=5),
     "files of core and training that name vision": Limit(29, aim=5),
     "files behind pretrain_gpt.py": Limit(340, aim=227, step=5),
     "thousand lines behind pretrain_gpt.py": Limit(62, aim=40, step=0.5),
@@ -197,7 +197,7 @@ BROKEN: Sequence[tuple[Measure, Mapping[str, str], float]] = (
     ),
     (
         structure.imports_of_features,
-        {C: "import megatron.core.families.megatron.x", "megatron/core/families/megatron/x.py": EMPTY},
+        {C: "import megatron.megatron_lm.checkpoint.x", "megatron/megatron_lm/checkpoint/x.py": EMPTY},
         1,
     ),
     (structure.files_naming("adapter"), {A: "def add_adapters(): pass", B: "x = run.LoraAdapter", C: "x = 1"}, 2),

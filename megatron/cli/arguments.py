@@ -386,7 +386,7 @@ def _adopt_loss_averaging(args: argparse.Namespace) -> None:
         if newest_iteration(args.load, args.ckpt_step) is not None:
             saved = saved_run_settings(args.load, args.ckpt_step)
         else:
-            from megatron.core.families.megatron.open import read_megatron_arguments  # needs torch, as above
+            from megatron.megatron_lm.checkpoint.open import read_megatron_arguments  # needs torch, as above
 
             saved = read_megatron_arguments(args.load, args.ckpt_step)
     except CheckpointError:

@@ -12,7 +12,7 @@ at the end names them all; `tests/test_architecture.py` runs them over the repos
     layer 9   megatron/evaluation/
     layer 8   megatron/cli/
     layer 7   megatron/training/  megatron/inference/
-    layer 6   megatron/adapters/
+    layer 6   megatron/adapters/  megatron/megatron_lm/checkpoint/
     layer 5   core/models/, and above it core/families/
     layer 4   core/transformer/  core/optimizer/
     layer 3   core/{tensor,context,pipeline}_parallel/  core/distributed/  core/dist_checkpointing/  core/datasets/
@@ -48,7 +48,7 @@ LAYERS = (
     ("core/transformer", "core/optimizer"),
     ("core/models",),
     ("core/families",),
-    ("adapters",),
+    ("adapters", "megatron_lm", "megatron_lm/checkpoint"),
     ("training", "inference"),
     ("cli",),
     ("evaluation",),
@@ -91,7 +91,7 @@ LATE_OWN = (
     ("megatron/training/state/trainer.py", "megatron.core.distributed.fsdp.FullySharded"),
     ("megatron/cli/arguments.py", "megatron.training.checkpoint.formats.foreign_checkpoint_settings"),
     ("megatron/cli/arguments.py", "megatron.training.checkpoint.adapters.adapter_config_of"),
-    ("megatron/cli/arguments.py", "megatron.core.families.megatron.open.read_megatron_arguments"),
+    ("megatron/cli/arguments.py", "megatron.megatron_lm.checkpoint.open.read_megatron_arguments"),
     ("megatron/cli/preflight.py", "megatron.cli.device_checks.unsupported_by_machine"),
     ("megatron/cli/preflight.py", "megatron.cli.device_checks.device_type"),
     ("megatron/cli/arguments.py", "megatron.cli.preflight.check_arguments"),
@@ -181,7 +181,7 @@ class Source:
             parts = parts[:-1] if parts[-1] == "__init__" else parts
             if len(parts) < 3 and "/".join(parts) in LAYER_OF:
                 return "/".join(parts)
-            if parts[1:3] == ["cli", "commands"] or parts[1:2] == ["core"]:
+            if parts[1:3] == ["cli", "commands"] or parts[1:2] in (["core"], ["megatron_lm"]):
                 return "/".join(parts[1:3])
             return "".join(parts[1:2])
         if len(parts) == 1:

@@ -33,7 +33,6 @@ FEATURE_PATHS: Mapping[str, frozenset[str]] = {
     "encoders": frozenset({"encoders", "bert", "t5"}),
     "others": frozenset({"preference", "rl", "megatron_lm"}),
 }
-FEATURE_FOLDERS = ("megatron/core/families/megatron/",)  # Megatron-LM's own checkpoints
 FEATURE_WORDS = ("adapter", "bert", "t5", "vision")
 # Names of others that hold a feature's word and do not mean the feature here.
 NAMES_OF_OTHERS: Mapping[str, str] = {
@@ -298,8 +297,6 @@ def folders_in_circles(tree: Tree) -> Measured:
 
 def feature_of(path: str) -> str | None:
     """The feature that a file belongs to, by the words of its path; None for the core."""
-    if path.startswith(FEATURE_FOLDERS):
-        return "others"
     words = {*re.split(r"[/_.]", path), *path.split("/")}
     return next((name for name, own in FEATURE_PATHS.items() if words & own), None)
 

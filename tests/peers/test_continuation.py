@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.families.megatron.open import open_megatron_checkpoint
-from megatron.core.families.megatron.source import MegatronSource
 from megatron.core.parallel.boxes import whole_box
+from megatron.megatron_lm.checkpoint.open import open_megatron_checkpoint
+from megatron.megatron_lm.checkpoint.source import MegatronSource
 from tests.helpers.flags import parse_args_or_raise
 from tests.peers.cases import CASES, LAST, RELEASES, RUN, SAVED
 from tests.peers.make_fixtures import VERSION, cases_of, install, newest_version, run_case, unpack

@@ -11,10 +11,10 @@ import torch
 from megatron.cli.commands.checkpoint import convert
 from megatron.core.dist_checkpointing.pickles import read_torch_file
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
-from megatron.core.families.megatron import torch_dist
-from megatron.core.families.megatron.stored import TorchDistIndexEntry
 from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
+from megatron.megatron_lm.checkpoint import torch_dist
+from megatron.megatron_lm.checkpoint.stored import TorchDistIndexEntry
 from tests.peers.cases import CASES, RUN
 from tests.peers.make_fixtures import unpack
 from tests.peers.test_continuation import demand_its_steps, steps_of_continuation, steps_of_megatron

@@ -15,13 +15,13 @@ from megatron.cli.commands.checkpoint import convert
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.pickles import read_torch_file
-from megatron.core.families.megatron.export import (
+from megatron.megatron_lm.checkpoint.export import (
     extra_flags_for_megatron,
     write_legacy_checkpoint,
     write_torch_dist_checkpoint,
 )
-from megatron.core.families.megatron.open import open_megatron_checkpoint
-from megatron.core.families.megatron.torch_dist import _parse_torch_dist_index, _read_torch_dist_index
+from megatron.megatron_lm.checkpoint.open import open_megatron_checkpoint
+from megatron.megatron_lm.checkpoint.torch_dist import _parse_torch_dist_index, _read_torch_dist_index
 from tests.peers.cases import CASES, RUN
 from tests.peers.make_fixtures import HERE, VERSION, install, newest_version, started_together, unpack
 from tests.peers.ours import logged_steps

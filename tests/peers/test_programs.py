@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.families.megatron.open import open_megatron_checkpoint, read_megatron_arguments
 from megatron.core.parallel.boxes import whole_box
+from megatron.megatron_lm.checkpoint.open import open_megatron_checkpoint, read_megatron_arguments
 from tests.peers.make_fixtures import unpack
 from tests.peers.ours import logged_steps
 from tests.peers.parser_defaults import parser_defaults

@@ -24,5 +24,4 @@ hf.py                 Hugging Face folders: a Source of our names, and the way b
 hf_export.py          a Hugging Face folder, written a tensor at a time
 tokenizer_files.py    which tokenizer a folder's files make
 image_processor.py    how a folder's images become tiles
-megatron/             Megatron-LM's own checkpoints
 """

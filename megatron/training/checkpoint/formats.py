@@ -27,9 +27,9 @@ from megatron.core.dist_checkpointing.checkpoint_folders import (
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families.hf import hf_model_settings, is_hf_checkpoint, open_hf_folder
-from megatron.core.families.megatron.open import find_megatron_checkpoint, open_megatron_checkpoint
-from megatron.core.families.megatron.source import MegatronSource
 from megatron.core.tokenizers.build import settings_of_kind
+from megatron.megatron_lm.checkpoint.open import find_megatron_checkpoint, open_megatron_checkpoint
+from megatron.megatron_lm.checkpoint.source import MegatronSource
 
 
 @dataclass(frozen=True, slots=True)

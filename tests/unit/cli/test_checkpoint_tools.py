@@ -19,7 +19,7 @@ from megatron.cli.commands.checkpoint import diff, export, inspect, reshard, ver
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.saved import NativeCheckpoint, open_native_checkpoint
 from megatron.core.families import hf_export
-from megatron.core.families.megatron.export import write_legacy_checkpoint, write_torch_dist_checkpoint
+from megatron.megatron_lm.checkpoint.export import write_legacy_checkpoint, write_torch_dist_checkpoint
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from tests.helpers import tiny
 from tests.helpers.architecture import ROOT

@@ -170,7 +170,10 @@ def test_the_checker_and_the_run_say_the_same_of_many(
             "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model; give it",
         ),
         ("--tokenizer-type ByteTokenizer --data-path nowhere", "nowhere.bin cannot be opened"),
-        ("--tokenizer-type ByteTokenizer --mock-data --freeze nowhere nowhere", "--freeze nowhere matches no parameter"),
+        (
+            "--tokenizer-type ByteTokenizer --mock-data --freeze nowhere nowhere",
+            "--freeze nowhere matches no parameter",
+        ),
     ],
 )
 def test_what_only_a_kernel_a_tokenizer_or_a_file_refuses_is_refused_by_both(

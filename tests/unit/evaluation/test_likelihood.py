@@ -13,7 +13,6 @@ import torch
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.megatron.export import write_legacy_checkpoint
 from megatron.evaluation.likelihood import (
     ContinuationLikelihood,
     EvaluationBatchLimits,
@@ -23,12 +22,13 @@ from megatron.evaluation.likelihood import (
     generate_without_kv_cache,
 )
 from megatron.inference.sampling import SamplingParams
+from megatron.megatron_lm.checkpoint.export import write_legacy_checkpoint
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import GPT, load_network
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
-from tests.unit.families.megatron_files import V2, Whole
+from tests.unit.megatron_lm.megatron_files import V2, Whole
 
 published = pytest.importorskip("tests.unit.evaluation.published", reason="transformers is not installed")
 

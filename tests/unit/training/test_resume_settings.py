@@ -23,8 +23,8 @@ from megatron.core.config.plan.network import network_fields, network_setting_di
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import FREE, CheckpointError
-from megatron.core.families.megatron.open import open_megatron_checkpoint
 from megatron.core.parallel.mesh import Axis
+from megatron.megatron_lm.checkpoint.open import open_megatron_checkpoint
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.resume_settings import SettingDifferences, compare_checkpoint_settings
 from megatron.training.checkpoint.resuming import find_requested_checkpoint, open_requested_checkpoint

@@ -31,16 +31,16 @@ from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpo
 from megatron.core.dist_checkpointing.saved import NativeCheckpoint
 from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families import hf_export
-from megatron.core.families.megatron.export import (
-    extra_flags_for_megatron,
-    write_legacy_checkpoint,
-    write_torch_dist_checkpoint,
-)
-from megatron.core.families.megatron.open import read_megatron_arguments
 from megatron.core.families.registry import FAMILIES, model_config_from_settings
 from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box
+from megatron.megatron_lm.checkpoint.export import (
+    extra_flags_for_megatron,
+    write_legacy_checkpoint,
+    write_torch_dist_checkpoint,
+)
+from megatron.megatron_lm.checkpoint.open import read_megatron_arguments
 from megatron.training.checkpoint.export import export_hf_with_tokenizer
 from megatron.training.checkpoint.formats import FOREIGN, OURS, foreign_checkpoint_settings, open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_excepthook

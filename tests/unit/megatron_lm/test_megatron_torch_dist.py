@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.families.megatron.open import open_megatron_checkpoint
-from megatron.core.families.megatron.torch_dist import open_torch_dist_checkpoint
 from megatron.core.parallel.boxes import Box, whole_box
-from tests.unit.families.megatron_files import LOCAL, Whole
+from megatron.megatron_lm.checkpoint.open import open_megatron_checkpoint
+from megatron.megatron_lm.checkpoint.torch_dist import open_torch_dist_checkpoint
+from tests.unit.megatron_lm.megatron_files import LOCAL, Whole
 
 IDS = {"true_vocab_size": 10}
 RANKS = 2

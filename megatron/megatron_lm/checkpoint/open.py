@@ -10,15 +10,15 @@ from megatron.core.config.flags.declare import ConfigError
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.families.megatron.legacy import is_legacy_checkpoint, legacy_run_arguments, open_legacy_checkpoint
-from megatron.core.families.megatron.torch_dist import (
+from megatron.core.families.registry import model_config_from_settings
+from megatron.core.models.describe import global_parameter_shapes
+from megatron.core.models.parameter_names import VOCABULARY, WORD_EMBEDDING
+from megatron.megatron_lm.checkpoint.legacy import is_legacy_checkpoint, legacy_run_arguments, open_legacy_checkpoint
+from megatron.megatron_lm.checkpoint.torch_dist import (
     is_torch_dist,
     open_torch_dist_checkpoint,
     torch_dist_run_arguments,
 )
-from megatron.core.families.registry import model_config_from_settings
-from megatron.core.models.describe import global_parameter_shapes
-from megatron.core.models.parameter_names import VOCABULARY, WORD_EMBEDDING
 
 _MOST = 12  # problems that are told
 _TRACKER = "latest_checkpointed_iteration.txt"

@@ -13,18 +13,18 @@ from torch import Tensor
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf_export
-from megatron.core.families.megatron.export import write_legacy_checkpoint
-from megatron.core.families.megatron.legacy import open_legacy_checkpoint
-from megatron.core.families.megatron.open import open_megatron_checkpoint
 from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.spec import param_spec_of
+from megatron.megatron_lm.checkpoint.export import write_legacy_checkpoint
+from megatron.megatron_lm.checkpoint.legacy import open_legacy_checkpoint
+from megatron.megatron_lm.checkpoint.open import open_megatron_checkpoint
 from tests.helpers import tiny
 from tests.unit.families.made import Made, same_tensors
-from tests.unit.families.megatron_encoders import FIRST, LAST, PADDED, share, write
-from tests.unit.families.test_megatron_torch_dist import write as write_distributed
+from tests.unit.megatron_lm.megatron_encoders import FIRST, LAST, PADDED, share, write
+from tests.unit.megatron_lm.test_megatron_torch_dist import write as write_distributed
 
 SETTINGS: dict[str, Any] = {
     "num_layers": 4,

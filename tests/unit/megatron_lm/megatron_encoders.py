@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.unit.families.megatron_files import nested
+from tests.unit.megatron_lm.megatron_files import nested
 
 PADDED = 24  # rows of the vocabulary
 

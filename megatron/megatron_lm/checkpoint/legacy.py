@@ -22,13 +22,13 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.pickles import attributes_of_inert, read_torch_file
-from megatron.core.families.megatron.buffers import UnreadableStateError
-from megatron.core.families.megatron.experts import LazyStackedExperts, with_stacked_experts
-from megatron.core.families.megatron.hybrid import merge_layer_pairs
-from megatron.core.families.megatron.names import flatten_nested_state, map_names_to_ours
-from megatron.core.families.megatron.rank_state import read_rank_optimizer_state
-from megatron.core.families.megatron.source import MegatronSource, Shards, make_megatron_source, saved_training_counters
 from megatron.core.models.parameter_names import WORD_EMBEDDING
+from megatron.megatron_lm.checkpoint.buffers import UnreadableStateError
+from megatron.megatron_lm.checkpoint.experts import LazyStackedExperts, with_stacked_experts
+from megatron.megatron_lm.checkpoint.hybrid import merge_layer_pairs
+from megatron.megatron_lm.checkpoint.names import flatten_nested_state, map_names_to_ours
+from megatron.megatron_lm.checkpoint.rank_state import read_rank_optimizer_state
+from megatron.megatron_lm.checkpoint.source import MegatronSource, Shards, make_megatron_source, saved_training_counters
 
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")

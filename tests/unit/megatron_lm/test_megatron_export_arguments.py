@@ -10,13 +10,13 @@ import pytest
 from megatron.core.config.flags.declare import flag_name
 from megatron.core.config.plan.network import network_fields
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.megatron import export_arguments
-from megatron.core.families.megatron.export import write_legacy_checkpoint
-from megatron.core.families.megatron.export_arguments import COUNTERPARTS, settings_unknown_to_megatron
-from megatron.core.families.megatron.legacy import open_legacy_checkpoint
+from megatron.megatron_lm.checkpoint import export_arguments
+from megatron.megatron_lm.checkpoint.export import write_legacy_checkpoint
+from megatron.megatron_lm.checkpoint.export_arguments import COUNTERPARTS, settings_unknown_to_megatron
+from megatron.megatron_lm.checkpoint.legacy import open_legacy_checkpoint
 from tests.helpers.every_setting import NETWORKS, changed, fields, resolved
 from tests.peers.parser_defaults import parser_defaults
-from tests.unit.families.megatron_files import V2, Whole
+from tests.unit.megatron_lm.megatron_files import V2, Whole
 
 
 def test_each_setting_without_a_counterpart_stops_an_export_when_it_is_changed_by_itself() -> None:

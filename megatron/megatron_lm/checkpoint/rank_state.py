@@ -22,14 +22,14 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.pickles import attributes_of_inert, read_torch_file
-from megatron.core.families.megatron.buffers import (
+from megatron.megatron_lm.checkpoint.buffers import (
     WAY_OUT,
     BucketSpan,
     UnreadableStateError,
     bucket_size_limit,
     candidate_buffer_layouts,
 )
-from megatron.core.families.megatron.names import is_second_name
+from megatron.megatron_lm.checkpoint.names import is_second_name
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 SLOTS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # of a distributed optimizer

@@ -14,13 +14,13 @@ from torch import Tensor
 from megatron.core.config.plan.network import network_setting_differences
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.pickles import attributes_of_inert, read_torch_file
-from megatron.core.families.megatron.export import write_legacy_checkpoint, write_torch_dist_checkpoint
-from megatron.core.families.megatron.hybrid import infer_layer_pattern
-from megatron.core.families.megatron.legacy import open_legacy_checkpoint
-from megatron.core.families.megatron.torch_dist import open_torch_dist_checkpoint
 from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
-from tests.unit.families.test_megatron_torch_dist import contents, write
+from megatron.megatron_lm.checkpoint.export import write_legacy_checkpoint, write_torch_dist_checkpoint
+from megatron.megatron_lm.checkpoint.hybrid import infer_layer_pattern
+from megatron.megatron_lm.checkpoint.legacy import open_legacy_checkpoint
+from megatron.megatron_lm.checkpoint.torch_dist import open_torch_dist_checkpoint
+from tests.unit.megatron_lm.test_megatron_torch_dist import contents, write
 
 RANKS = 2
 IDS = {"true_vocab_size": 10}

@@ -14,8 +14,8 @@ from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.megatron.argument_table import AT_DEFAULT, harmless_reason
-from megatron.core.families.megatron.hybrid import hybrid_settings_of_arguments, infer_hybrid_settings
+from megatron.megatron_lm.checkpoint.argument_table import AT_DEFAULT, harmless_reason
+from megatron.megatron_lm.checkpoint.hybrid import hybrid_settings_of_arguments, infer_hybrid_settings
 
 # Names since 0.16 of what our settings, and releases before, call otherwise.
 _RENAMED = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}

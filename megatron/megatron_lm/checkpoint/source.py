@@ -13,16 +13,16 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.pickles import attributes_of_inert
 from megatron.core.dist_checkpointing.source import ShapeAndDtype
-from megatron.core.families.megatron.arguments_to_settings import (
+from megatron.core.models.parameter_names import WORD_EMBEDDING
+from megatron.core.parallel.boxes import Box
+from megatron.megatron_lm.checkpoint.arguments_to_settings import (
     complete_settings_by_shapes,
     megatron_argument_problems,
     run_settings_of_megatron_args,
     settings_of_megatron_args,
 )
-from megatron.core.families.megatron.hybrid import LazyTensorShard
-from megatron.core.families.megatron.names import MegatronRowLayout, has_vocabulary_rows, merge_tensor_shards
-from megatron.core.models.parameter_names import WORD_EMBEDDING
-from megatron.core.parallel.boxes import Box
+from megatron.megatron_lm.checkpoint.hybrid import LazyTensorShard
+from megatron.megatron_lm.checkpoint.names import MegatronRowLayout, has_vocabulary_rows, merge_tensor_shards
 
 _WITHOUT_STEPS = ("sgd", "lion")  # optimizers whose update is the same in every step, and that count none
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "lion": ("exp_avg",)}

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.families.megatron.arguments_to_settings import settings_of_megatron_args
-from megatron.core.families.megatron.export import write_legacy_checkpoint
-from megatron.core.families.megatron.legacy import open_legacy_checkpoint
-from megatron.core.families.megatron.open import find_megatron_checkpoint, open_megatron_checkpoint
 from megatron.core.parallel.boxes import Box, whole_box
-from tests.unit.families.megatron_files import LOCAL, OLD, V2, V5, Whole
+from megatron.megatron_lm.checkpoint.arguments_to_settings import settings_of_megatron_args
+from megatron.megatron_lm.checkpoint.export import write_legacy_checkpoint
+from megatron.megatron_lm.checkpoint.legacy import open_legacy_checkpoint
+from megatron.megatron_lm.checkpoint.open import find_megatron_checkpoint, open_megatron_checkpoint
+from tests.unit.megatron_lm.megatron_files import LOCAL, OLD, V2, V5, Whole
 
 IDS = {"true_vocab_size": 10}
 

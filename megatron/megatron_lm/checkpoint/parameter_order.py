@@ -17,9 +17,9 @@ from typing import Any
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.plan.layers import StageSpec, partition_into_stages, uniform_layer_plans
 from megatron.core.dist_checkpointing.pickles import attributes_of_inert
-from megatron.core.families.megatron.buffers import UnreadableStateError
-from megatron.core.families.megatron.hybrid import mixer_piece_names
 from megatron.core.parallel.boxes import Box
+from megatron.megatron_lm.checkpoint.buffers import UnreadableStateError
+from megatron.megatron_lm.checkpoint.hybrid import mixer_piece_names
 
 # Names of siblings stand in the order in which their parent defines them.
 _ORDER = {

@@ -34,18 +34,19 @@ import torch
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.dist_checkpointing.pickles import InertObject, attributes_of_inert, read_torch_file
-from megatron.core.families.megatron.buffers import WAY_OUT, UnreadableStateError
-from megatron.core.families.megatron.experts import split_expert_name
-from megatron.core.families.megatron.flat_state import entries_from_flat_fragments, unflatten_optimizer_buckets
-from megatron.core.families.megatron.hybrid import join_mixer_pieces, merge_layer_pairs
-from megatron.core.families.megatron.names import first_name, map_names_to_ours
-from megatron.core.families.megatron.source import (
+from megatron.core.parallel.boxes import Box
+from megatron.megatron_lm.checkpoint.buffers import WAY_OUT, UnreadableStateError
+from megatron.megatron_lm.checkpoint.experts import split_expert_name
+from megatron.megatron_lm.checkpoint.flat_state import entries_from_flat_fragments, unflatten_optimizer_buckets
+from megatron.megatron_lm.checkpoint.hybrid import join_mixer_pieces, merge_layer_pairs
+from megatron.megatron_lm.checkpoint.names import first_name, map_names_to_ours
+from megatron.megatron_lm.checkpoint.source import (
     MegatronSource,
     make_megatron_source,
     parameter_of_state_name,
     saved_training_counters,
 )
-from megatron.core.families.megatron.stored import (
+from megatron.megatron_lm.checkpoint.stored import (
     StoredChunk,
     StoredTensor,
     TorchDistIndexEntry,
@@ -53,7 +54,6 @@ from megatron.core.families.megatron.stored import (
     read_stored_box,
     read_stored_chunk,
 )
-from megatron.core.parallel.boxes import Box
 
 _SLOTS = {
     **{slot: slot for slot in ("exp_avg", "exp_avg_sq", "momentum_buffer")},

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.megatron.hybrid import MixerPieceSizes
+from megatron.megatron_lm.checkpoint.hybrid import MixerPieceSizes
 
 _RENAMED: tuple[tuple[str, str], ...] = (
     (r"^module\.", ""),

@@ -8,12 +8,12 @@ import pytest
 
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.megatron.arguments_to_settings import (
+from megatron.core.families.registry import model_config_from_settings
+from megatron.megatron_lm.checkpoint.arguments_to_settings import (
     run_settings_of_megatron_args,
     settings_of_megatron_args,
 )
-from megatron.core.families.megatron.hybrid import merge_layer_pairs
-from megatron.core.families.registry import model_config_from_settings
+from megatron.megatron_lm.checkpoint.hybrid import merge_layer_pairs
 from tests.peers.upstream_arguments import namespace
 
 GIVEN = {

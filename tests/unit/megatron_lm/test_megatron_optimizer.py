@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.families.megatron.open import open_megatron_checkpoint
 from megatron.core.parallel.boxes import whole_box
+from megatron.megatron_lm.checkpoint.open import open_megatron_checkpoint
 from tests.peers.make_fixtures import unpack
 
 SLOTS = ("exp_avg", "exp_avg_sq")

@@ -34,21 +34,21 @@ from megatron.core.config.mixers.table import recurrent_mixers
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.families.megatron.experts import with_unstacked_experts
-from megatron.core.families.megatron.export_arguments import (
+from megatron.core.parallel.boxes import whole_box
+from megatron.megatron_lm.checkpoint.experts import with_unstacked_experts
+from megatron.megatron_lm.checkpoint.export_arguments import (
     additional_megatron_flags,
     megatron_arguments_of,
     padded_vocab_rows,
     settings_unknown_to_megatron,
 )
-from megatron.core.families.megatron.hybrid import mixer_piece_names
-from megatron.core.families.megatron.names import (
+from megatron.megatron_lm.checkpoint.hybrid import mixer_piece_names
+from megatron.megatron_lm.checkpoint.names import (
     MegatronRowLayout,
     has_vocabulary_rows,
     sharding_problem,
     split_into_tensor_shards,
 )
-from megatron.core.parallel.boxes import whole_box
 
 _WORDS = "embedding.word_embeddings.weight"
 # Norms that Transformer Engine keeps with the product behind them, where a layer has that.

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.megatron.legacy import open_legacy_checkpoint
-from megatron.core.families.megatron.names import map_names_to_ours
 from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
+from megatron.megatron_lm.checkpoint.legacy import open_legacy_checkpoint
+from megatron.megatron_lm.checkpoint.names import map_names_to_ours
 from tests.unit.families.made import Made, same_tensors
-from tests.unit.families.megatron_encoders import LAST, share, write
-from tests.unit.families.test_bert_megatron import tensors_of
+from tests.unit.megatron_lm.megatron_encoders import LAST, share, write
+from tests.unit.megatron_lm.test_bert_megatron import tensors_of
 
 SETTINGS: dict[str, Any] = {
     "num_layers": 2,

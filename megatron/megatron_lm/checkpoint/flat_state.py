@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.families.megatron.buffers import WAY_OUT, UnreadableStateError, spans_in_buckets
-from megatron.core.families.megatron.names import is_second_name
-from megatron.core.families.megatron.parameter_order import (
+from megatron.megatron_lm.checkpoint.buffers import WAY_OUT, UnreadableStateError, spans_in_buckets
+from megatron.megatron_lm.checkpoint.names import is_second_name
+from megatron.megatron_lm.checkpoint.parameter_order import (
     GlobalParameter,
     LocalParameter,
     SavedRunLayout,
     parameters_of_rank,
 )
-from megatron.core.families.megatron.stored import FlatBox, StoredChunk, TorchDistIndexEntry
+from megatron.megatron_lm.checkpoint.stored import FlatBox, StoredChunk, TorchDistIndexEntry
 
 _BUCKET = re.compile(
     r"^(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"

@@ -1,0 +1,1 @@
+"""What only Megatron-LM has: its checkpoints, read and written (checkpoint/)."""
