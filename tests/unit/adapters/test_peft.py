@@ -150,8 +150,8 @@ def published(kind: str, sizes: dict[str, Any], folder: Path, dtype: torch.dtype
 def adapted(model: nn.Module, folder: Path, **settings: Any) -> nn.Module:
     """The network with random adapters of PEFT's, which are saved in the folder."""
     config = theirs.LoraConfig(**{"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", **settings})
+    torch.manual_seed(5)  # some ways to begin draw
     made = theirs.get_peft_model(model, config)
-    torch.manual_seed(5)
     for name, param in made.named_parameters():
         if param.requires_grad:
             param.data = param.data * (1.0 + 0.3 * torch.rand_like(param)) + 0.1 * torch.randn_like(param) * (

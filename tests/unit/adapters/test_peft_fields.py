@@ -133,8 +133,8 @@ def loaded_by_peft(base: Path, folder: Path) -> Tensor:
         return theirs.PeftModel.from_pretrained(plain, folder).eval()(ids()).logits
 
 
-def differs_from_peft(base: Path, folder: Path, settings: Mapping[str, Any]) -> str:
-    """Save an adapter with these fields; "" if ours equals PEFT's reload, the refusal if it is refused, None-like "peft" if PEFT cannot."""
+def differs_from_peft(base: Path, folder: Path, settings: Mapping[str, Any], tolerance: float = 1e-5) -> str:
+    """Save an adapter with these fields; "" if ours equals PEFT's reload, the refusal if it is refused, "peft: ..." if PEFT cannot."""
     try:
         adapted(transformers.AutoModelForCausalLM.from_pretrained(base), folder, **settings)
         expected = loaded_by_peft(base, folder)
@@ -145,7 +145,7 @@ def differs_from_peft(base: Path, folder: Path, settings: Mapping[str, Any]) -> 
             found = logits_of(ours(base, "--adapter", str(folder)))
     except (ConfigError, CheckpointError) as error:
         return str(error)
-    close(found, expected, 1e-5)
+    close(found, expected, tolerance)
     return ""
 
 
