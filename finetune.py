@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Finetune a GPT: `torchrun --nproc_per_node N finetune.py --finetune-task {sft,dpo,kto,reward} <flags>`; see docs/finetuning.md."""
+"""Finetune a GPT on answers or on preferences: `torchrun --nproc_per_node N finetune.py --finetune-task {sft,dpo,kto,reward} <flags>`; see docs/finetuning.md."""
 
 from __future__ import annotations
 

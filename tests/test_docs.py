@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cli.former_names import verb_of_former_name
+from megatron.cli.verbs import VERBS, verb_file
 from megatron.core.config.flags.declare import flag_fields, flag_spellings
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import one_f_one_b, zero_bubble_h1, zero_bubble_v
@@ -84,6 +86,18 @@ def words_of_commands(text: str) -> list[list[str]]:
     return found
 
 
+def verb_of_command(words: list[str]) -> tuple[str, list[str]]:
+    """The verb that a command starts, by its name or by a script of tools/, and the words behind it; empty if it starts none."""
+    for place, word in enumerate(words):
+        rest = words[place + 1 :]
+        if re.fullmatch(r"tools/.*\.py", word):
+            return verb_of_former_name(word), rest
+        if word == "megatron" and words[:place][-1:] in ([], ["-m"]):
+            length = 2 if rest[:1] == ["checkpoint"] else 1
+            return " ".join(rest[:length]), rest[length:]
+    return "", []
+
+
 def what_is_wrong_with(words: list[str]) -> list[str]:
     """What a command names that there is not: files of this repository, and flags of scripts that train and of tools."""
     words = [word for word in words if "$" not in word and word not in ("...", "--use-checkpoint-args", "--help")]
@@ -93,15 +107,16 @@ def what_is_wrong_with(words: list[str]) -> list[str]:
         return [one.says for one in unread if one.rule == "command-line"]
     scripts = re.findall(r"\b(?:tools|examples|tests|benchmarks|tasks)/[\w/]+\.(?:py|sh)", " ".join(words))
     wrong = [f"{script} is no file" for script in scripts if not (ROOT / script).is_file()]
-    tool = next((word for word in words if re.match(r"tools/.*\.py$", word)), None)
-    if tool is not None and not wrong and "--" not in words:
+    verb, rest = verb_of_command(words)
+    if verb and not wrong and "--" not in words:
+        if verb not in VERBS:
+            return [f"{verb} is no verb"]
         text = "".join(
-            (ROOT / "megatron/cli" / file).read_text(encoding="utf-8")
-            for file in (tool.replace("tools/", "commands/"), "tool_parser.py")
+            path.read_text(encoding="utf-8") for path in (verb_file(verb), ROOT / "megatron/cli/tool_parser.py")
         )
-        flags = {word.partition("=")[0] for word in words[words.index(tool) :] if word.startswith("--")}
+        flags = {word.partition("=")[0] for word in rest if word.startswith("--")}
         known = {word for field, kind in flag_fields(RunConfig) for word in flag_spellings(field, kind)}
-        wrong += [f"{tool} has no {flag}" for flag in sorted(flags - known) if f'"{flag}"' not in text]
+        wrong += [f"megatron {verb} has no {flag}" for flag in sorted(flags - known) if f'"{flag}"' not in text]
     return wrong
 
 
@@ -157,12 +172,13 @@ def test_commands_that_are_not_run_name_what_there_is() -> None:
         for problem in what_is_wrong_with(words)
     ]
     assert not wrong, "\n".join(wrong)
-    assert what_is_wrong_with(["python", "tools/plan.py", "--serch"]) == ["tools/plan.py has no --serch"]
+    assert what_is_wrong_with(["python", "-m", "megatron", "plan", "--serch"]) == ["megatron plan has no --serch"]
+    assert what_is_wrong_with(["megatron", "checkpoint", "plan"]) == ["checkpoint plan is no verb"]
     assert "did you mean --lr" in what_is_wrong_with(["torchrun", "finetune.py", "--lrr", "1"])[0]
 
 
 def test_a_command_block_says_its_language() -> None:
-    starts = re.compile(r"^(\$ )?(python|torchrun|bash|megatron-\w+|LAUNCH=\S+) ", re.MULTILINE)
+    starts = re.compile(r"^(\$ )?(python|torchrun|bash|megatron|LAUNCH=\S+) ", re.MULTILINE)
     assert not [
         f"{page.relative_to(ROOT)} line {block.line}"
         for page in PAGES
@@ -194,6 +210,17 @@ def test_the_schedules_on_the_page_are_those_that_run() -> None:
         if block.text.startswith("r0")
     ]
     assert [[line.rstrip() for line in text] for text in shown] == [[line.rstrip() for line in text] for text in drawn]
+
+
+def test_verbs_that_pages_name_are_there() -> None:
+    named = re.compile(r"(?:`|-m )megatron ((?:checkpoint )?[a-z][a-z-]+)")
+    wrong = [
+        f"{page.relative_to(ROOT)}: megatron {verb}"
+        for page in PAGES
+        for verb in named.findall(page.read_text(encoding="utf-8"))
+        if verb not in (*VERBS, "checkpoint")
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_links_lead_to_files() -> None:

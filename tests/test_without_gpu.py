@@ -47,7 +47,7 @@ def test_a_run_holds_as_much_as_its_plan_says(flags: str) -> None:
     ran = on_the_stand_in("9.0", "pretrain_gpt.py", *words)
     held = float(re.findall(r"max allocated: ([0-9.]+)", ran)[-1]) * 2**20
     planned = subprocess.run(
-        [sys.executable, "tools/plan.py", *words, "--world-size", "1", "--gpu", "h200", "--json"],
+        [sys.executable, "-m", "megatron", "plan", *words, "--world-size", "1", "--gpu", "h200", "--json"],
         cwd=ROOT,
         capture_output=True,
         text=True,

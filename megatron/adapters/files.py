@@ -95,7 +95,7 @@ def require_adapters_fit_network(adapters: LoadedAdapter, model: ModelConfig) ->
     if merged:
         raise CheckpointError(
             f"{adapters.where} adapts {', '.join(merged[:3])}{', ...' if merged[3:] else ''}, which has no adapter in a run or a server here; merge "
-            "it into its base: tools/checkpoint/adapter.py merge"
+            "it into its base: megatron checkpoint adapter merge"
         )
     for pair in adapters.pairs:
         shape, theirs = shapes.get(pair.linear), (pair.second.shape[-2], pair.first.shape[-1])

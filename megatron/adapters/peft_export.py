@@ -227,7 +227,7 @@ def _require_modules_that_peft_adapts(file: _PeftExport, places: PeftMatrixMappi
     if never:
         raise CheckpointError(
             f"PEFT adapts no {', '.join(sorted({one.rpartition('.')[2] for one in never}))} of {places.family.model_type}, and this adapter has {never[0]}; "
-            "merge it (tools/checkpoint/adapter.py merge), or train with --lora-targets that leave it out"
+            "merge it (megatron checkpoint adapter merge), or train with --lora-targets that leave it out"
         )
     words = _WORDS_OF_EXPERTS.get(places.family.model_type, frozenset())
     of_parameters = [module for module in file.modules if module.rpartition(".")[2] in words]

@@ -19,7 +19,7 @@ COMMON = tuple(
 MORE = (
     "--help all        every flag, in groups\n"
     "--help moe        groups and flags that speak of it; also several words: --help learning rate\n"
-    "tools/check_config.py <flags> --world-size N        whether a run with these flags would start, before anything does"
+    "megatron check-config <flags> --world-size N        whether a run with these flags would start, before anything does"
 )
 
 Section = tuple[str, str | None, list[argparse.Action]]  # title, description, flags

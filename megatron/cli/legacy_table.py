@@ -285,7 +285,7 @@ LATER = (
           switches="freeze-all-layers batch-invariant-mode",
           values="no-weight-decay-cond-type phase-transition-iterations mlp-chunks-for-training "
                  "tensor-parallel-num-weight-shards=1 batch-invariant-backend"),
-    *_flags("ignored", "training generates no text; tools/generate.py takes it",
+    *_flags("ignored", "training generates no text; megatron generate takes it",
           switches="enable-chunked-prefill inference-dynamic-batching-prefix-caching",
           values="inference-max-requests inference-max-batch-size inference-max-seq-length inference-dynamic-batching-max-requests "
                  "inference-dynamic-batching-max-tokens inference-dynamic-batching-buffer-size-gb "
@@ -378,7 +378,7 @@ REFUSED = (
           values="data-impl=mmap|infer"),
     *_flags("refused", "--log-straggler reports from the start to the end, and opens no port to switch it",
           switches="disable-straggler-on-startup", values="straggler-ctrlr-port=65535"),
-    *_flags("refused", "steps are not run again in place; --on-bad-step keeps the evidence of a bad one, and tools/replay.py repeats it",
+    *_flags("refused", "steps are not run again in place; --on-bad-step keeps the evidence of a bad one, and megatron replay repeats it",
           values="gpu-sniff-test-interval=0"),
     *_flags("refused", "restarting is the launcher's work: torchrun --max-restarts, with --save and --load",
           switches="inprocess-restart inprocess-empty-cuda-cache",

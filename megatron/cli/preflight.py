@@ -1,5 +1,5 @@
 """Whether a run can start: one ordered list of checks, asked once by the entry scripts, before any rank waits for another, and
-by tools/check_config.py.
+by `megatron check-config`.
 
     settings     rules between settings (core/config/rules/engine.py), --elastic, what the tokenizer's kind needs and its files say
     sizes        batches and learning rate over time, names of parameters: worked out from sizes that are known to be sound

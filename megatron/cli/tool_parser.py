@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from megatron.cli.command_names import command_name, with_command_names
 from megatron.core.config.flags.declare import accept_values_with_dashes
 from megatron.core.tokenizers.generation_config import GenerationDefaults
 
@@ -47,12 +46,11 @@ class ToolArgumentParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Return usage, description and groups of options."""
         self.usage = self._one_line_usage()
-        return with_command_names(super().format_help(), command_name())
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Print usage, the error and a hint to --help, and exit with 2."""
-        message = f"{self.format_usage()}{self.prog}: error: {message}\n--help says what each option takes\n"
-        self.exit(2, with_command_names(message, command_name()))
+        self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n--help says what each option takes\n")
 
     def _one_line_usage(self) -> str:
         words = []

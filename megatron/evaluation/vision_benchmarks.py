@@ -3,7 +3,7 @@
     {"data": [{"question_id", "image_id", "question", "answers"}]}  ->  BenchmarkQuestion
 
 Official files of right answers are read as they are published: COCO captions, VQAv2 (questions and annotations, or Megatron's list),
-TextVQA, ChartQA, DocVQA. Any benchmark can be given as JSON lines instead, as tools/generate.py reads them, with an "id" and "references";
+TextVQA, ChartQA, DocVQA. Any benchmark can be given as JSON lines instead, as `megatron generate` reads them, with an "id" and "references";
 of multiple-choice questions (mmmu) also "options", a mapping of letters to texts.
 """
 

@@ -1,4 +1,4 @@
-"""The output of tools/generate.py while it grows: which of its lines answer the input, and which are written anew.
+"""The output of `megatron generate` while it grows: which of its lines answer the input, and which are written anew.
 
 A line holds a key of what it answers: the line of the input, the checkpoint and the options. One that answers something else is
 no answer, whatever it looks like; one that holds an error is tried again.

@@ -113,8 +113,8 @@ ENTRIES: Mapping[str, EntryScript] = {
 }
 # Scripts of Megatron, and what does their work here.
 ELSEWHERE: Mapping[str, str] = {
-    "gpt_static_inference.py": "tools/generate.py continues texts",
-    "gpt_dynamic_inference.py": "tools/generate.py continues texts",
+    "gpt_static_inference.py": "megatron generate continues texts",
+    "gpt_dynamic_inference.py": "megatron generate continues texts",
     "gpt_dynamic_inference_with_coordinator.py": "tools/run_text_generation_server.py serves a network on many ranks",
     "run_text_generation_server.py": "its own --help lists the flags of the server",
     "pretrain_hybrid_flex.py": "pretrain_hybrid.py trains networks of a --hybrid-layer-pattern",
@@ -145,17 +145,22 @@ class ParsedTrainingCommand:
 
 def split_launch_command(words: Sequence[str], entry: str = "pretrain_gpt.py") -> tuple[list[str], str, list[str]]:
     """Return (the launcher's words, the entry script, its flags) of a command; flags alone are those of `entry`."""
-    for place, word in enumerate(words):
-        if (script := _entry_script_of(word)) is not None:
-            return list(words[:place]), script, list(words[place + 1 :])
-    return [], entry, list(words)
+    if (named := _find_entry_script(words)) is None:
+        return [], entry, list(words)
+    start, end, script = named
+    return list(words[:start]), script, list(words[end:])
 
 
-def _entry_script_of(word: str) -> str | None:
-    """Return the entry script that a word of a command names by its file or by its command (megatron-pretrain-gpt); None if none."""
-    name = Path(word).name
-    script = f"{name.removeprefix('megatron-').replace('-', '_')}.py" if name.startswith("megatron-") else name
-    return script if script in ENTRIES else None
+def _find_entry_script(words: Sequence[str]) -> tuple[int, int, str] | None:
+    """Return (start, end, script) of the words that name an entry script, by its file or by its verb (megatron pretrain-gpt)."""
+    for start, word in enumerate(words):
+        name, end = Path(word).name, start + 1
+        if name == "megatron" and words[end:]:
+            name, end = f"megatron-{words[end]}", end + 1
+        script = f"{name.removeprefix('megatron-').replace('-', '_')}.py" if name.startswith("megatron-") else name
+        if script in ENTRIES:
+            return start, end, script
+    return None
 
 
 def parse_training_command(
@@ -206,7 +211,7 @@ def _name_of_unknown_script(words: Sequence[str]) -> str | None:
     """Return the script that a whole command starts if it is none of `ENTRIES`, else None."""
     script = next((word for word in words if word.endswith(".py")), None)
     whole = bool(words) and not words[0].startswith("-")
-    return Path(script).name if script and whole and not any(map(_entry_script_of, words)) else None
+    return Path(script).name if script and whole and _find_entry_script(words) is None else None
 
 
 def _num_ranks_from_torchrun_flags(launcher: Sequence[str]) -> int:

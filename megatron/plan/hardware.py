@@ -1,7 +1,7 @@
 """Rates, sizes and latencies of machines, as data; cost.py computes seconds from them.
 
 A profile has two kinds of numbers: the maker's (peak rates, memory, links), and the shares of them that kernels reach, which a profile
-made by `tools/plan.py --measure` replaces by measured ones. The built-in shares are those of Hopper:
+made by `megatron plan --measure` replaces by measured ones. The built-in shares are those of Hopper:
 
     matmul       by the FLOPs of one product. 0.80 of the peak at 8192^3 was measured on an H200 (790 of 989 TFLOP/s; power is the
                  limit); 0.60 at the products of a 1.3B model (6.9e10 FLOPs, hidden size 2048) is what published steps imply;
@@ -192,13 +192,13 @@ def hardware_of(name: str) -> Hardware:
     if not path.is_file():
         raise ConfigError(
             f"--gpu or --hardware {name} is neither a profile ({', '.join(PROFILES)}) nor a file; choose one of these, or make "
-            "a file on the machine with: python tools/plan.py --measure FILE"
+            "a file on the machine with: megatron plan --measure FILE"
         )
     try:
         return hardware_from_json(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
-            f"--hardware {name} is not a profile: {type(error).__name__}: {error}; make one with: python tools/plan.py "
+            f"--hardware {name} is not a profile: {type(error).__name__}: {error}; make one with: megatron plan "
             "--measure FILE"
         ) from error
 

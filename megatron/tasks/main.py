@@ -1,4 +1,4 @@
-"""Evaluate or finetune: `torchrun --nproc_per_node N tasks/main.py --task NAME <flags>`; `--help` lists the flags in groups.
+"""Evaluate a model on a task of Megatron-LM, or finetune it on one: `torchrun --nproc_per_node N tasks/main.py --task NAME <flags>`; `--help` lists the flags in groups.
 
     python tasks/main.py --task LAMBADA --valid-data lambada.jsonl --strict-lambada --load runs/gpt --use-checkpoint-args
     python tasks/main.py --task MNLI --train-data train.tsv --valid-data dev_matched.tsv dev_mismatched.tsv --epochs 5 \\

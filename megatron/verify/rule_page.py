@@ -153,13 +153,13 @@ def rules_page_markdown() -> str:
         "",
         *textwrap.wrap(
             "Every rule that a run's flags must keep, in the order in which they are looked at. All that are broken are "
-            "said at once, before anything starts. `python tools/check_config.py FLAGS --world-size N` says which ones, "
+            "said at once, before anything starts. `megatron check-config FLAGS --world-size N` says which ones, "
             "and the fewest changes that keep all of them; `--why-not tensor-model-parallel-size=8` says what a change "
             "would break.",
             120,
         ),
         "",
-        "The page is made by `python tools/check_config.py --write-rules docs/rules.md`. Its examples stand behind these flags:",
+        "The page is made by `megatron check-config --write-rules docs/rules.md`. Its examples stand behind these flags:",
         "",
         "```text",
         *textwrap.wrap(BASE, 120, break_on_hyphens=False),

@@ -3,7 +3,7 @@
 `INVENTORY` lists what a run must save to continue as if it had never stopped; it is compared bit for bit. A place is a path of
 attributes and keys from the session of `training/loop.py`, such as `trainer.optimizer.scaler.scale`. A test walks everything that
 can be reached from a session before and after some steps, and fails when something has changed that is neither in this table nor
-in the test's list of derived state. `tools/checkpoint/resume_check.py` compares two checkpoints item by item. What an optimizer
+in the test's list of derived state. `megatron checkpoint resume-check` compares two checkpoints item by item. What an optimizer
 must hold, its update rule says (`UpdateRule.slots`). A name of no item is refused: nobody would notice if it were not saved.
 """
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Adapters as files. The code is in megatron/cli/commands/checkpoint/adapter.py."""
+"""`megatron checkpoint adapter` under its former name, for one release."""
 
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parents[1]), *(path for path in sys.path if Path(path).resolve() != HERE)]
-from megatron.cli.commands.checkpoint.adapter import main
+from megatron.cli.former_names import main
 
 if __name__ == "__main__":
     main()

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Combine a language model and an encoder of images. The code is in megatron/cli/commands/checkpoint/combine.py."""
+"""`megatron checkpoint combine` under its former name, for one release."""
 
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parents[1]), *(path for path in sys.path if Path(path).resolve() != HERE)]
-from megatron.cli.commands.checkpoint.combine import main
+from megatron.cli.former_names import main
 
 if __name__ == "__main__":
     main()

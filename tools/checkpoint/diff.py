@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""How two checkpoints differ. The code is in megatron/cli/commands/checkpoint/diff.py."""
+"""`megatron checkpoint diff` under its former name, for one release."""
 
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parents[1]), *(path for path in sys.path if Path(path).resolve() != HERE)]
-from megatron.cli.commands.checkpoint.diff import main
+from megatron.cli.former_names import main
 
 if __name__ == "__main__":
     main()

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Whether a run that is killed and resumed goes on alike. The code is in megatron/cli/commands/checkpoint/resume_check.py."""
+"""`megatron checkpoint resume-check` under its former name, for one release."""
 
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parents[1]), *(path for path in sys.path if Path(path).resolve() != HERE)]
-from megatron.cli.commands.checkpoint.resume_check import main
+from megatron.cli.former_names import main
 
 if __name__ == "__main__":
     main()

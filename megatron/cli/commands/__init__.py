@@ -1,1 +1,1 @@
-"""The commands beside training, one a file. The scripts in tools/ start them, as do the installed commands."""
+"""The verbs of `megatron <verb>`, one a file, whose first line is its sentence in `megatron --help`; see `verbs.py`."""

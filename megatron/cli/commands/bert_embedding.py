@@ -1,6 +1,6 @@
-"""Texts to vectors: one row of a .npy file for each, in their order, by a BERT of any layout and format.
+"""Write a vector for each text, as rows of a .npy file in their order, by a BERT of any layout and format.
 
-    python tools/bert_embedding.py --load runs/bert_small/checkpoints --input corpus.jsonl --output corpus.npy
+    megatron bert-embedding --load runs/bert_small/checkpoints --input corpus.jsonl --output corpus.npy
 
     lines -> ids -> batches of about equal length -> hidden states [s, b, h] -> one vector a text [h] -> rows on disk
 

@@ -1,8 +1,8 @@
-"""Check the flags of a run before it is started: whether it would start, which rules they break, and the fewest changes that keep all.
+"""Check the flags of a run before it starts: which rules they break, and what would keep each.
 
-    python tools/check_config.py <the flags of the run> --world-size 8
-    python tools/check_config.py -- torchrun --nproc_per_node 8 pretrain_gpt.py <flags>     a whole command
-    LAUNCH="python tools/check_config.py --" bash examples/gpt3/train_gpt3_175b_distributed.sh ...     what a launcher would start
+    megatron check-config <the flags of the run> --world-size 8
+    megatron check-config -- torchrun --nproc_per_node 8 pretrain_gpt.py <flags>     a whole command
+    LAUNCH="python -m megatron check-config --" bash examples/gpt3/train_gpt3_175b_distributed.sh ...     what a launcher would start
 
 It asks what the run asks of itself before it starts, and answers with the run's exit code: 0 it starts, 2 it does not. 1: what --build
 has built does not agree. docs/rules.md lists the rules.
@@ -45,7 +45,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument(
         "--gpu",
         choices=PROFILES,
-        help="kind of machine that will run it: what cannot fit its memory, by formulas, breaks a rule (tools/plan.py looks closer)",
+        help="kind of machine that will run it: what cannot fit its memory, by formulas, breaks a rule (megatron plan looks closer)",
     )
     parser.add_argument(
         "--why-not",

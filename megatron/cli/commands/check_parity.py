@@ -1,8 +1,8 @@
-"""Does this layout compute what one rank computes? The config made small, trained both ways on CPU ranks in fp64, and compared.
+"""Check that a layout computes what one rank computes: the config made small, trained both ways in fp64, and compared.
 
-    python tools/check_parity.py <the flags of the run> --world-size 8
-    python tools/check_parity.py -- torchrun --nproc_per_node 8 pretrain_gpt.py <flags>     a whole command
-    LAUNCH="python tools/check_parity.py --" bash examples/gpt3/train_gpt3_175b_distributed.sh ...     what a launcher would start
+    megatron check-parity <the flags of the run> --world-size 8
+    megatron check-parity -- torchrun --nproc_per_node 8 pretrain_gpt.py <flags>     a whole command
+    LAUNCH="python -m megatron check-parity --" bash examples/gpt3/train_gpt3_175b_distributed.sh ...     what a launcher would start
 
 Exit code: 0 both compute the same step, 1 they do not (or the layout does not run), 2 the question could not be read.
 docs/parity.md says what is made smaller, and how.
@@ -53,7 +53,7 @@ def proxy_config_of_command(options: argparse.Namespace, words: Sequence[str]) -
     command = parse_training_command(words, ranks=options.world_size, entry=options.entry)
     broken = command.broken_rules
     if broken or command.setting is None:
-        lines = ["these flags would not start; tools/check_config.py says what to change"]
+        lines = ["these flags would not start; megatron check-config says what to change"]
         raise ConfigError("\n".join([*lines, *(f"  {one.says}" for one in broken)]))
     setting, config = command.setting.resolve_elastic_layout()
     small = make_proxy_config(config, setting.world_size, most_ranks=options.most_ranks)

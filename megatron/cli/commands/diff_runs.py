@@ -1,6 +1,6 @@
-"""Compare two runs by their run logs: the first step in which they part, and what they were given that differs.
+"""Compare two runs by their run logs: the first step that differs, and the settings, files and machines that differ.
 
-    python tools/diff_runs.py RUN_A RUN_B          each a --save folder, or a run log
+    megatron diff-runs RUN_A RUN_B          each a --save folder, or a run log
 
 The likeliest cause stands first; docs/run_log.md tells the order. Exit code: 0 every step that both have is equal to the
 last bit, 1 they part, 2 the question could not be read.

@@ -1,8 +1,8 @@
-"""Examine the machines of a run before it is started: software, devices, kernels, links, clocks, limits, data and disks.
+"""Examine the machines of a run before it starts: software, devices, kernels, links, clocks, limits, data and disks.
 
-    python tools/doctor.py <the flags of the run>
-    torchrun --nproc_per_node 8 tools/doctor.py <the flags of the run>     on all ranks that will run; so on several machines
-    LAUNCH="torchrun --nproc_per_node 8 tools/doctor.py --" bash LAUNCHER  with what a launcher would start
+    megatron doctor <the flags of the run>
+    torchrun --nproc_per_node 8 -m megatron doctor <the flags of the run>     on all ranks that will run; so on several machines
+    LAUNCH="torchrun --nproc_per_node 8 -m megatron doctor --" bash LAUNCHER  with what a launcher would start
 
 Every row is OK, WARN or FAIL, and names the ranks it is about. Without flags, the machines alone are examined. Nothing stays
 behind but an empty --save folder. Exit code: 0 no row is FAIL, 1 some are.
@@ -55,7 +55,7 @@ def parse_config_to_diagnose(words: Sequence[str], entry: str) -> tuple[RunConfi
     config, broken = resolve_and_examine(config_from_namespace(RequestedRun, args), world_size())
     rows = [DoctorFinding("rules", "FAIL", problem) for problem in args.problems]
     rows += [
-        DoctorFinding("rules", "FAIL", f"{name}: {problem}", "tools/check_config.py finds the fewest changes")
+        DoctorFinding("rules", "FAIL", f"{name}: {problem}", "megatron check-config finds the fewest changes")
         for name, problem in broken
     ]
     _, ranks = fit_elastic_layout(config_from_namespace(RequestedRun, args), world_size())

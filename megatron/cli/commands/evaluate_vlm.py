@@ -1,10 +1,10 @@
 """Score answers about images by the definition of a benchmark, and write them in its own format.
 
-    python tools/evaluate_vlm.py --task textvqa --references TextVQA_0.5.1_val.json --image-folder images --questions questions.jsonl
-    python tools/generate.py --load vlm --input questions.jsonl --output answers.jsonl --num-tokens 16 --temperature 0
-    python tools/evaluate_vlm.py --task textvqa --references TextVQA_0.5.1_val.json --answers answers.jsonl --results results.json
+    megatron evaluate-vlm --task textvqa --references TextVQA_0.5.1_val.json --image-folder images --questions questions.jsonl
+    megatron generate --load vlm --input questions.jsonl --output answers.jsonl --num-tokens 16 --temperature 0
+    megatron evaluate-vlm --task textvqa --references TextVQA_0.5.1_val.json --answers answers.jsonl --results results.json
 
-A line of the answers has an "id" and a "text", as tools/generate.py writes them. References are the official files of a benchmark (of
+A line of the answers has an "id" and a "text", as `megatron generate` writes them. References are the official files of a benchmark (of
 VQAv2 both files), or JSON lines with the same "id" and "references", a list of texts; of multiple-choice questions (mmmu) also "options", a
 mapping of letters to texts. An answer that is missing or an error counts as wrong, and is reported. VQA is counted in both ways in use, each
 by its name.
@@ -60,7 +60,7 @@ def benchmark_score_lines(
 
 
 def write_questions_as_prompts(questions: Sequence[BenchmarkQuestion], folder: str, path: Path) -> None:
-    """Write questions as JSON lines that tools/generate.py reads. `ConfigError` if one has no text."""
+    """Write questions as JSON lines that `megatron generate` reads. `ConfigError` if one has no text."""
     if mute := [one for one in questions if not one.messages]:
         raise ConfigError(f"{mute[0].number!r} is an answer without a question; give the file of questions too")
     rows = [
@@ -76,9 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made = ToolArgumentParser(description=__doc__)
     made.add_argument("--task", required=True, choices=BENCHMARKS, help="whose definition holds")
     made.add_argument("--references", required=True, nargs="+", metavar="FILE", help="official files, or JSON lines")
-    made.add_argument("--answers", metavar="FILE", help="what tools/generate.py wrote, to be scored")
+    made.add_argument("--answers", metavar="FILE", help="what megatron generate wrote, to be scored")
     made.add_argument("--results", type=Path, metavar="FILE", help="write the answers for the official program")
-    made.add_argument("--questions", type=Path, metavar="FILE", help="write the questions for tools/generate.py")
+    made.add_argument("--questions", type=Path, metavar="FILE", help="write the questions for megatron generate")
     made.add_argument("--image-folder", default="", metavar="FOLDER", help="--questions: that paths of images begin at")
     made.add_argument(
         "--prompt", help="--questions: how one is put, with <image> and {question} in it; left out: LLaVA's way"

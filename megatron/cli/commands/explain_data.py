@@ -1,7 +1,7 @@
 """Show what a step of a run saw or will see: documents, boundaries, loss, text; or when a document is seen.
 
-    python tools/explain_data.py <the flags of the run> --world-size 8 --step 1200
-    python tools/explain_data.py <the flags of the run> --world-size 8 --document PREFIX:17
+    megatron explain-data <the flags of the run> --world-size 8 --step 1200
+    megatron explain-data <the flags of the run> --world-size 8 --document PREFIX:17
 
 Nothing is trained and no model is built. The answer is what the run reads, microbatch by microbatch and data-parallel
 rank by rank; a run with --log-samples writes the same hashes.

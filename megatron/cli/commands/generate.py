@@ -1,6 +1,6 @@
 """Continue every prompt of a file: JSON lines in, JSON lines out, in the same order.
 
-    python tools/generate.py --load runs/quickstart/checkpoints --input prompts.jsonl --output answers.jsonl
+    megatron generate --load runs/quickstart/checkpoints --input prompts.jsonl --output answers.jsonl
 
 A line holds a "prompt" (text), or "ids". What else it says wins over the command line: num_tokens, temperature, top_k, top_p,
 min_p, repetition_penalty, presence_penalty, frequency_penalty, seed, stop (texts), logprobs (how many of the likeliest tokens to name; 0: only the token's own).

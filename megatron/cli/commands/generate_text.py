@@ -1,6 +1,6 @@
 """Continue a text with a checkpoint of any layout and format, in one process.
 
-python tools/generate_text.py --load runs/quickstart/checkpoints --prompt "The state of the union is"
+megatron generate-text --load runs/quickstart/checkpoints --prompt "The state of the union is"
 """
 
 from __future__ import annotations

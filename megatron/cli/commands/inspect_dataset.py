@@ -1,8 +1,8 @@
-"""What is in .bin/.idx pairs: counts, lengths, the first documents as text; and whether the files are whole.
+"""Show what is in .bin/.idx pairs: counts, lengths, the first documents as text, and whether the files are whole.
 
-    python tools/inspect_dataset.py corpus_text_document --seq-length 1024 --plot lengths.png
-    python tools/inspect_dataset.py corpus_text_document --verify
-    python tools/inspect_dataset.py corpus_text_document --documents 2 --tokenizer-type GPT2BPETokenizer \\
+    megatron inspect-dataset corpus_text_document --seq-length 1024 --plot lengths.png
+    megatron inspect-dataset corpus_text_document --verify
+    megatron inspect-dataset corpus_text_document --documents 2 --tokenizer-type GPT2BPETokenizer \\
         --vocab-file vocab.json --merge-file merges.txt
 
 --verify reads every byte, lists all that is wrong, and leaves with exit code 1 when there is something. A prefix may
@@ -258,6 +258,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         good = inspect_all_pairs(parse_arguments(arguments))
     except (ConfigError, DataError, OSError) as error:
-        sys.exit(f"inspect_dataset.py: {error}")
+        sys.exit(f"inspect-dataset: {error}")
     if not good:
         sys.exit(1)

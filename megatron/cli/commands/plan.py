@@ -1,10 +1,10 @@
-"""Plan a run before it is started: memory of every kind of rank, time of a step, whether it fits, and what to change.
+"""Plan a run before it starts: memory of every kind of rank, time of a step, whether it fits, and what to change.
 
-    python tools/plan.py <the flags of the run> --world-size 1024 --gpu h100-80
-    python tools/plan.py -- torchrun --nproc_per_node 8 pretrain_gpt.py <flags>             a whole command
-    LAUNCH="python tools/plan.py --" bash examples/gpt3/train_gpt3_175b_distributed.sh ...      what a launcher would start
-    python tools/plan.py <flags> --world-size 64 --search                                   the layouts that fit, the fastest first
-    python tools/plan.py --measure mine.json                                                what this machine reaches, for --hardware
+    megatron plan <the flags of the run> --world-size 1024 --gpu h100-80
+    megatron plan -- torchrun --nproc_per_node 8 pretrain_gpt.py <flags>             a whole command
+    LAUNCH="python -m megatron plan --" bash examples/gpt3/train_gpt3_175b_distributed.sh ...      what a launcher would start
+    megatron plan <flags> --world-size 64 --search                                   the layouts that fit, the fastest first
+    megatron plan --measure mine.json                                                what this machine reaches, for --hardware
 
 The training step runs here, on one CPU, with tensors that have sizes and no data. Progress goes to stderr.
 Exit code: 0 it fits, 1 it does not, its ranks would wait forever, or rules are broken, 2 the question could not be read.
@@ -114,7 +114,7 @@ def resolve_setup_or_exit(options: argparse.Namespace, words: Sequence[str]) -> 
     # A search looks for the layout itself: only what cannot be read stops it.
     if command.setting is None or command.unread or broken and not options.search:
         print_to_stderr(
-            "the rules are broken, so there is nothing to plan (tools/check_config.py says what to change):"
+            "the rules are broken, so there is nothing to plan (megatron check-config says what to change):"
         )
         for one in broken:
             print_to_stderr(f"  {one.rule}: {one.says}")
@@ -259,6 +259,6 @@ def main(argv: list[str] | None = None) -> None:
     code = (
         search_and_print_layouts(options, setting, hardware)
         if options.search
-        else estimate_and_print_run(options, setting, config, hardware, ["python", "tools/plan.py", *argv])
+        else estimate_and_print_run(options, setting, config, hardware, ["megatron", "plan", *argv])
     )
     raise SystemExit(code)

@@ -1,6 +1,6 @@
-"""Loss curves of a run, as a picture: the JSONL log of --log-jsonl in, a PNG out.
+"""Plot the loss curves of a run: the JSONL log of --log-jsonl in, a PNG out.
 
-    python tools/plot_loss.py runs/quickstart/log.jsonl --output loss.png --line "unigram entropy" 6.89
+    megatron plot-loss runs/quickstart/log.jsonl --output loss.png --line "unigram entropy" 6.89
 
 A log holds every stretch of a run, one after the other; where a run resumed, the picture has a thin upright line. Several
 logs give several curves. Steps that were written twice, because a run resumed from before them, count as written last.

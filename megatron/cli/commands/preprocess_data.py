@@ -1,4 +1,4 @@
-"""Text to token files: one document per line in, a .bin/.idx pair per key out.
+"""Tokenize files of text: one document per line in, a .bin/.idx pair per key out.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --append-eod \\
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt

@@ -1,4 +1,4 @@
-"""Texts and images to a multimodal .bin/.idx pair: a document is a text and an image, with a mode byte for each.
+"""Write texts and their images as a multimodal .bin/.idx pair, with a mode byte for each text and image.
 
     python tools/preprocess_mmdata.py --input captions.jsonl --input-image images --pad-length 64 --append-eod \\
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt --output-prefix pairs

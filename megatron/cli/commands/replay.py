@@ -1,8 +1,8 @@
-"""Repeat a bad step from its failure dump, on the CPU, and say where the first value arises that is not finite.
+"""Repeat a bad step from its failure dump on the CPU, and report the first value that is not finite.
 
-    python tools/replay.py checkpoints/faults/step-00000120
-    python tools/replay.py DUMP --weights checkpoints/iter_0000119     take the weights from there
-    python tools/replay.py DUMP --large 1e4                            values from here on count as trouble, too
+    megatron replay checkpoints/faults/step-00000120
+    megatron replay DUMP --weights checkpoints/iter_0000119     take the weights from there
+    megatron replay DUMP --large 1e4                            values from here on count as trouble, too
 
 A run leaves failure dumps with --on-bad-step; with --failure-dump-weights they hold the weights, and the replay is exact.
 Exit code: 0 the trouble is found, 1 nothing of it happens here, 2 the failure dump cannot be repeated.

@@ -1,6 +1,6 @@
 """Score texts with a reward model: JSON lines in, the same lines with their scores out.
 
-    python tools/score.py --load runs/reward --input texts.jsonl --output scored.jsonl
+    megatron score-with-reward-model --load runs/reward --input texts.jsonl --output scored.jsonl
 
 A line holds "text"; or "prompt" and "completion"; or "chosen" and "rejected", with or without a "prompt". Each is text, or a list of
 messages. It gets "score", or "chosen_score" and "rejected_score"; of pairs it is told how often the chosen answer is above.

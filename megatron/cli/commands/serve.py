@@ -1,9 +1,10 @@
-"""Serve a checkpoint over HTTP: a page at /, PUT /api as Megatron's server, /v1 as OpenAI's; of a reward model /pooling and /v1/score.
+"""Serve a checkpoint over HTTP: OpenAI's endpoints, Megatron's PUT /api and a web page; of a reward model its scores.
 
     python tools/run_text_generation_server.py --load runs/quickstart/checkpoints
     torchrun --nproc_per_node 2 tools/run_text_generation_server.py --load FOLDER --tensor-model-parallel-size 2
 
-The first rank answers, the others take part. SIGTERM lets what runs end. Needs the extra `server`: fastapi and uvicorn.
+The page is at /, OpenAI's endpoints at /v1; a reward model answers at /pooling and /v1/score. The first rank answers, the others
+take part. SIGTERM lets what runs end. Needs the extra `server`: fastapi and uvicorn.
 """
 
 from __future__ import annotations

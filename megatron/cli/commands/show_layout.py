@@ -1,6 +1,6 @@
-"""Show what a layout means before anything runs: ranks, stages, parameters and bytes a rank, and the schedule.
+"""Show a layout before anything runs: groups of ranks, stages, parameters and bytes of each rank, and the schedule.
 
-python tools/show_layout.py --world-size 8 --picture schedule.svg -- <the flags of the run>
+megatron show-layout --world-size 8 --picture schedule.svg -- <the flags of the run>
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ask a text generation server, ours or Megatron's, prompt after prompt, until the end of the input (Ctrl-D).
+"""Send prompts from the terminal to a text generation server, ours or Megatron's, until the end of the input (Ctrl-D).
 
 python tools/text_generation_cli.py localhost:5000
 """

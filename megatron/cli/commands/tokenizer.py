@@ -1,9 +1,9 @@
 """Train, check and try tokenizers.
 
-    python tools/tokenizer.py train --input corpus.jsonl --vocab-size 8000 --output-dir my-bpe
-    python tools/tokenizer.py check --tokenizer-type HuggingFaceTokenizer --tokenizer-model my-bpe --padded-vocab-size 8064
-    python tools/tokenizer.py encode --tokenizer-type HuggingFaceTokenizer --tokenizer-model my-bpe "Call me Ishmael."
-    python tools/tokenizer.py decode --tokenizer-type HuggingFaceTokenizer --tokenizer-model my-bpe 3410 416 13
+    megatron tokenizer train --input corpus.jsonl --vocab-size 8000 --output-dir my-bpe
+    megatron tokenizer check --tokenizer-type HuggingFaceTokenizer --tokenizer-model my-bpe --padded-vocab-size 8064
+    megatron tokenizer encode --tokenizer-type HuggingFaceTokenizer --tokenizer-model my-bpe "Call me Ishmael."
+    megatron tokenizer decode --tokenizer-type HuggingFaceTokenizer --tokenizer-model my-bpe 3410 416 13
 
 train writes vocab.json, merges.txt and tokenizer.json of a byte-level BPE, or tokenizer.model of SentencePiece. check
 ends with status 1 when something is wrong. Each command has --help.

@@ -1,8 +1,8 @@
-"""The entropy of a token file's unigrams, in nats per token: the loss of a model that knows only how common each token is.
+"""Compute the entropy of a token file's unigrams, in nats per token.
 
-    python tools/unigram_entropy.py corpus_text_document
+    megatron unigram-entropy corpus_text_document
 
-A language model that has learned anything from context must come out below this number.
+It is the loss of a model that knows only how common each token is: one that has learned anything from context has a lower loss.
 """
 
 from __future__ import annotations

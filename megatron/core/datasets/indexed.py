@@ -191,7 +191,7 @@ class IndexedDataset:
         )
         if problems:
             raise DataError(
-                f"{'; '.join(problems)}; the index is damaged: see tools/inspect_dataset.py --verify, and write it again"
+                f"{'; '.join(problems)}; the index is damaged: see megatron inspect-dataset --verify, and write it again"
             )
         if facts is not None:
             problems = sidecar.sidecar_mismatches(
@@ -257,7 +257,7 @@ class IndexedDataset:
             raise DataError(
                 f"{idx_path(self.prefix)} gives sequence {sequence} {tokens} tokens of {self.dtype} from byte "
                 f"{start}, but the next begins at byte {end} of {self.num_bytes}; the index is damaged: see "
-                "tools/inspect_dataset.py --verify, and write it again"
+                "megatron inspect-dataset --verify, and write it again"
             )
         return start, tokens
 

@@ -254,7 +254,7 @@ def require_same_base_model_name(adapters: LoadedAdapter, where: str, names: Ite
     if not known & (claimed := possible_base_model_names(theirs)) and known and claimed:
         raise CheckpointError(
             f"{adapters.where} holds adapters of another base: they say that they were trained on {theirs}, and the base here is {where}; "
-            f"give theirs with --pretrained-checkpoint (--base of adapter.py). If it is the same network under another name, write {where} "
+            f"give theirs with --pretrained-checkpoint (--base of megatron checkpoint adapter). If it is the same network under another name, write {where} "
             f"as base_model_name_or_path into {Path(adapters.where) / CONFIG}"
         )
 

@@ -138,7 +138,7 @@ def open_model_checkpoint(path: str, kind: ModelKind[AnyStage], step: int | None
     source = open_checkpoint(path, step)
     if is_adapter_checkpoint(source):
         raise CheckpointError(
-            f"{source.where} holds adapters without their network; merge them into it with tools/checkpoint/adapter.py merge, or serve "
+            f"{source.where} holds adapters without their network; merge them into it with megatron checkpoint adapter merge, or serve "
             "the network with --lora-modules"
         )
     architecture = infer_checkpoint_architecture(source)
@@ -150,7 +150,7 @@ def open_model_checkpoint(path: str, kind: ModelKind[AnyStage], step: int | None
         holds, way = (
             ("a language model, which gives no scores", "train one with finetune.py --finetune-task reward")
             if kind.scores
-            else ("a reward model, which scores texts and writes none", "tools/score.py asks it")
+            else ("a reward model, which scores texts and writes none", "megatron score-with-reward-model asks it")
         )
         raise CheckpointError(f"{source.where} holds {holds}; {way}")
     return source

@@ -8,7 +8,7 @@
         random-00005.pt        the random streams of rank 5 when the step began
         weights/               with --failure-dump-weights, the weights before the step, as a checkpoint
 
-Without weights, step.json names the checkpoint that lies closest before the step. `tools/replay.py` reads it all.
+Without weights, step.json names the checkpoint that lies closest before the step. `megatron replay` reads it all.
 """
 
 from __future__ import annotations

@@ -351,7 +351,7 @@ def test_a_folder_that_does_not_fit_is_refused_by_one_sentence(
 
 
 def checked(base: Path, adapter: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What tools/check_config.py says of a run from this base, which it refuses."""
+    """What `megatron check-config` says of a run from this base, which it refuses."""
     words = f"--use-checkpoint-args --pretrained-checkpoint {base} --adapter {adapter} --seq-length 16 --micro-batch-size 1 "
     words += (
         "--global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 50"

@@ -130,7 +130,7 @@ def test_the_page_of_rules_is_written(tool: ModuleType, tmp_path: Path) -> None:
 
 
 def test_a_launcher_hands_its_command_over() -> None:
-    environment = {**os.environ, "LAUNCH": f"{sys.executable} {ROOT / 'tools/check_config.py'} --"}
+    environment = {**os.environ, "LAUNCH": f"{sys.executable} -m megatron check-config --"}
     words = [
         "bash",
         str(ROOT / "examples/gpt3/train_gpt3_175b_distributed.sh"),
@@ -141,7 +141,12 @@ def test_a_launcher_hands_its_command_over() -> None:
         "corpus",
     ]
     done = subprocess.run(
-        [*words, "--pipeline-model-parallel-size", "7"], env=environment, text=True, capture_output=True, timeout=120
+        [*words, "--pipeline-model-parallel-size", "7"],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=120,
     )
     assert done.returncode == 2, done.stderr
     assert (

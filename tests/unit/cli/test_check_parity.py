@@ -79,7 +79,7 @@ def test_a_question_that_cannot_be_read_ends_with_two(tool: ModuleType, capsys: 
     said, beside = report(
         tool, capsys, f"-- torchrun --nproc_per_node 2 pretrain_gpt.py {FLAGS} --tensor-model-parallel-size 3", 2
     )
-    assert said == "" and "tools/check_config.py says what to change" in beside
+    assert said == "" and "megatron check-config says what to change" in beside
     assert "2 ranks are not a multiple of --tensor-model-parallel-size 3" in beside
     assert "--no-such-flag is not a flag" in report(tool, capsys, f"{FLAGS} --no-such-flag", 2)[1]
     assert report(tool, capsys, "", 2)[1].endswith("give the flags of a run\n--help says what each option takes\n")
@@ -87,8 +87,8 @@ def test_a_question_that_cannot_be_read_ends_with_two(tool: ModuleType, capsys: 
 
 def test_a_refusal_does_not_wait_for_torch() -> None:
     code = (
-        "import sys; sys.argv = ['check_parity.py', '--num-layers', '0']; import runpy\n"
-        "try:\n    runpy.run_path('tools/check_parity.py', run_name='__main__')\n"
+        "import sys; sys.argv = ['megatron', 'check-parity', '--num-layers', '0']; from megatron.cli.verbs import main\n"
+        "try:\n    main()\n"
         "except SystemExit as end:\n    print(end.code, 'torch' in sys.modules)"
     )
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""tools/checkpoint/combine.py: a language model and an encoder of images in one checkpoint, with what the network uses of them."""
+"""megatron checkpoint combine: a language model and an encoder of images in one checkpoint, with what the network uses of them."""
 
 from __future__ import annotations
 

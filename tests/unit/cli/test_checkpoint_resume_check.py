@@ -1,4 +1,4 @@
-"""tools/checkpoint/resume_check.py: it passes a run that resumes exactly, and names whatever piece of state is lost."""
+"""megatron checkpoint resume-check: it passes a run that resumes exactly, and names whatever piece of state is lost."""
 
 from __future__ import annotations
 

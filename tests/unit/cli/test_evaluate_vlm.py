@@ -1,4 +1,4 @@
-"""tools/evaluate_vlm.py: scores by name, official formats, and answers that are missing."""
+"""megatron evaluate-vlm: scores by name, official formats, and answers that are missing."""
 
 from __future__ import annotations
 

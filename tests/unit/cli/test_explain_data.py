@@ -1,4 +1,4 @@
-"""tools/explain_data.py against what real runs logged and fed to their models: layouts, blends, ramp-up, resume."""
+"""megatron explain-data against what real runs logged and fed to their models: layouts, blends, ramp-up, resume."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_a_document_is_seen_where_the_log_has_its_samples(data: list[str], chang
 
 def test_the_tool_answers_without_torch_as_a_person_or_a_programme_asks(data: list[str], tmp_path: Path) -> None:
     flags = [*FLAGS, *data, "--world-size", "2", "--step", "6"]
-    code = "import sys, tools.explain_data as tool; tool.main(sys.argv[1:]); assert 'torch' not in sys.modules, 'torch'"
+    code = "import sys, megatron.cli.commands.explain_data as tool; tool.main(sys.argv[1:]); assert 'torch' not in sys.modules, 'torch'"
     done = subprocess.run([sys.executable, "-c", code, *flags, "--json"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]

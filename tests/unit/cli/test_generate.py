@@ -383,7 +383,9 @@ def test_ranks_of_a_launcher_write_what_one_process_writes(
         "--nproc-per-node",
         "2",
         "--standalone",
-        str(ROOT / "tools/generate.py"),
+        "-m",
+        "megatron",
+        "generate",
         "--load",
         folder,
         "--input",
@@ -395,6 +397,7 @@ def test_ranks_of_a_launcher_write_what_one_process_writes(
     ]
     done = subprocess.run(
         command,
+        cwd=ROOT,
         env={**os.environ, "MEGATRON_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

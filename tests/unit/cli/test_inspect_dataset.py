@@ -1,4 +1,4 @@
-"""inspect_dataset.py: its numbers against numpy and a count by hand, and every kind of damage named."""
+"""megatron inspect-dataset: its numbers against numpy and a count by hand, and every kind of damage named."""
 
 import json
 import struct
@@ -178,7 +178,7 @@ def test_an_index_with_something_behind_it_is_a_problem_unless_it_is_modes(prefi
 def test_a_pair_that_cannot_be_opened_is_a_problem(prefix, capsys):
     Path(f"{prefix}.idx").unlink()
     assert "data.idx cannot be opened" in verified(prefix, capsys)[0]
-    with pytest.raises(SystemExit, match="inspect_dataset.py: .*data.idx cannot be opened"):
+    with pytest.raises(SystemExit, match="inspect-dataset: .*data.idx cannot be opened"):
         inspect_dataset.main([prefix])
 
 
@@ -197,7 +197,7 @@ def test_torch_is_not_imported(prefix):
     import subprocess
 
     code = (
-        "import sys; from tools import inspect_dataset; "
+        "import sys; from megatron.cli.commands import inspect_dataset; "
         f"inspect_dataset.main([{prefix!r}]); assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=True, capture_output=True)

@@ -184,7 +184,7 @@ def test_what_cannot_be_planned_is_refused(
 
 def test_help_and_refusals_do_not_wait_for_torch() -> None:
     for words in (["--help"], [*RUN.split(), "--world-size", "3", *PP2.split()]):
-        code = f"import sys; sys.argv[1:] = {words}; from tools import plan\ntry: plan.main()\nexcept SystemExit: print('torch' in sys.modules)"
+        code = f"import sys; sys.argv[1:] = {words}; from megatron.cli.commands import plan\ntry: plan.main()\nexcept SystemExit: print('torch' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
         assert done.stdout.splitlines()[-1] == "False", done.stderr
 
@@ -255,7 +255,8 @@ def test_every_full_size_launcher_can_be_planned(launcher: str, tmp_path: Path) 
     vocabulary = VOCABULARIES.get(launcher.split("/")[1], 151936)
     environment = {
         **os.environ,
-        "LAUNCH": f"{sys.executable} {ROOT}/tools/plan.py --gpu h100-80 --true-vocab-size {vocabulary} --json --seconds 1 --",
+        "LAUNCH": f"{sys.executable} -m megatron plan --gpu h100-80 --true-vocab-size {vocabulary} --json --seconds 1 --",
+        "PYTHONPATH": str(ROOT),
         "GPUS_PER_NODE": "8",
         "OMP_NUM_THREADS": "1",
     } | ({"NUM_NODES": "128"} if "gpt3" in launcher else {})

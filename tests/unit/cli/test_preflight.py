@@ -1,4 +1,4 @@
-"""A run and tools/check_config.py say the same of a command line, whatever it is: random ones are put to both."""
+"""A run and `megatron check-config` say the same of a command line, whatever it is: random ones are put to both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/tokenizer.py: what it trains is read by others, what it shows is true, and its exit code says whether all is well."""
+"""megatron tokenizer: what it trains is read by others, what it shows is true, and its exit code says whether all is well."""
 
 import gzip
 import io
@@ -229,7 +229,7 @@ def test_decode_gives_the_text_of_ids_from_the_command_line_and_standard_input(m
 
 def test_help_is_there_without_loading_libraries():
     code = (
-        "import sys\nfrom tools import tokenizer\ntry:\n    tokenizer.main(['check', '--help'])\nexcept SystemExit:\n    pass\n"
+        "import sys\nfrom megatron.cli.commands import tokenizer\ntry:\n    tokenizer.main(['check', '--help'])\nexcept SystemExit:\n    pass\n"
         "print([name for name in ('torch', 'transformers', 'tokenizers', 'sentencepiece', 'pyarrow') if name in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -39,7 +39,7 @@ def race(path: Path) -> str:
 
 
 def generate(path: Path) -> str:
-    """The input of tools/generate.py, and what it wrote before it was stopped."""
+    """The input of `megatron generate`, and what it wrote before it was stopped."""
     output = path.with_suffix(".out")
     output.write_bytes(path.read_bytes())
     with open(path, encoding="utf-8-sig", newline="\n") as file:
@@ -66,15 +66,18 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Path], Any]]] = {
         {"messages": STRANGE},
         lambda path: json.loads(_lines_with_location(str(path), "prompts")[0][1])["messages"],
     ),
-    "evaluate_vlm.py --answers": ({"id": "x", "text": STRANGE}, lambda path: read_lines_by_id(str(path))["x"]["text"]),
-    "evaluate_vlm.py --references": (
+    "evaluate-vlm --answers": ({"id": "x", "text": STRANGE}, lambda path: read_lines_by_id(str(path))["x"]["text"]),
+    "evaluate-vlm --references": (
         {"id": "x", "references": [STRANGE]},
         lambda path: read_benchmark_questions("exact", [str(path)])[0].references[0],
     ),
-    "generate.py": ({"prompt": STRANGE, "id": "x", "error": ""}, generate),
-    "plot_loss.py": ({"event": STRANGE}, lambda path: next(iter(_read_log_records(path)))["event"]),
-    "preprocess_mmdata.py": ({"text": STRANGE, "image": "x.png"}, pairs),
-    "score.py": ({"text": STRANGE}, lambda path: parse_line_to_score(read_text_lines(path)[0])[0]["text"]),
+    "generate": ({"prompt": STRANGE, "id": "x", "error": ""}, generate),
+    "plot-loss": ({"event": STRANGE}, lambda path: next(iter(_read_log_records(path)))["event"]),
+    "preprocess-mmdata": ({"text": STRANGE, "image": "x.png"}, pairs),
+    "score-with-reward-model": (
+        {"text": STRANGE},
+        lambda path: parse_line_to_score(read_text_lines(path)[0])[0]["text"],
+    ),
 }
 
 

@@ -74,7 +74,7 @@ def test_launchers_of_hybrids_fit_and_end(vocabulary: int, launcher: str, scale:
         if scale
         else ["runs/checkpoints", "runs/tensorboard", "runs/tokenizer", "runs/data"]
     )
-    plan = f"{sys.executable} tools/plan.py --true-vocab-size {vocabulary} --"
+    plan = f"{sys.executable} -m megatron plan --true-vocab-size {vocabulary} --"
     result = subprocess.run(
         ["bash", f"examples/{launcher}", *words],
         cwd=Path(__file__).resolve().parents[3],

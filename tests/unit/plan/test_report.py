@@ -32,7 +32,7 @@ from megatron.plan.simulate.trace import DryRunResult, StepEvent
 from megatron.plan.units import GIB, bytes_text, count_text, seconds_text
 from tests.unit.plan.hand_made import PLAIN, VOCABULARY, config_of, op, run_of, setting_of
 
-COMMAND = ["python", "tools/plan.py", "--gpu", "h100-80", "--data-path", "a & <b>"]
+COMMAND = ["python", "-m", "megatron", "plan", "--gpu", "h100-80", "--data-path", "a & <b>"]
 VOID = {"meta", "line", "link", "br"}
 
 
@@ -132,7 +132,7 @@ def test_the_page_has_a_title_the_command_and_axes() -> None:
     planned = planned_of([GIB // 4, GIB // 2])
     written = run_estimate_html(planned, COMMAND)
     assert "<title>Plan: fits, 27 s a step, 2 ranks (pp 2); " in written
-    assert "python tools/plan.py --gpu h100-80 --data-path &#x27;a &amp; &lt;b&gt;&#x27;" in written
+    assert "megatron plan --gpu h100-80 --data-path &#x27;a &amp; &lt;b&gt;&#x27;" in written
     memory, schedule = (
         memory_picture(planned.run.worst_trace, planned.hardware.usable_bytes()),
         schedule_picture(planned),

@@ -29,9 +29,10 @@ IDENTITY = {"answers": "a", "tokenizer": "t", "reference": "r", "task": "kto"}
 
 
 def run(folder: Path, script: str, words: str) -> subprocess.CompletedProcess[str]:
-    """Run a script of the checkout, and return what it said."""
+    """Run a script of the checkout, or the command `megatron`, and return what it said."""
+    program = ["-m", script] if script == "megatron" else [str(ROOT / script)]
     return subprocess.run(
-        [sys.executable, str(ROOT / script), *words.split()],
+        [sys.executable, *program, *words.split()],
         cwd=folder,
         env={**os.environ, "MEGATRON_DEVICE": "cpu", "PYTHONPATH": str(ROOT)},
         text=True,

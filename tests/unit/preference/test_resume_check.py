@@ -1,4 +1,4 @@
-"""tools/checkpoint/resume_check.py certifies runs of finetune.py: weights, optimizer, counters, and which evaluation was the best."""
+"""megatron checkpoint resume-check certifies runs of finetune.py: weights, optimizer, counters, and which evaluation was the best."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_killed_run_of_two_ranks_goes_on_bit_for_bit(base: Path, tmp_path: Pat
         more = "--lora-rank 2 --lora-modules-to-save score.weight" if "lora" in more else "--reward-centre 0.01"
     more = more.replace(" cache", f" {tmp_path / 'reference'}")
     tool = f"--steps {STEPS} --nproc 2 --entry {ROOT / 'finetune.py'} --workdir {tmp_path / 'work'}"
-    out = said(run(base, "tools/checkpoint/resume_check.py", " ".join([tool, *words(task, base), more])))
+    out = said(run(base, "megatron", " ".join(["checkpoint resume-check", tool, *words(task, base), more])))
     assert "bit for bit" in out
     assert (
         iteration_of_best_link(tmp_path / "work" / "straight")

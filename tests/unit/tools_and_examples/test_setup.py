@@ -14,7 +14,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from megatron.cli.command_names import command_name, with_command_names
-from megatron.plan.command import ENTRIES, parse_training_command, split_launch_command
+from megatron.cli.former_names import verb_of_former_name
+from megatron.cli.verbs import VERBS
+from megatron.plan.command import parse_training_command, split_launch_command
 from tests.helpers.architecture import ROOT, arrows, imported, repository
 
 # What a file needs beyond the declared packages; no file of the library that needs less imports these files.
@@ -290,23 +292,32 @@ def test_the_package_holds_the_library_and_the_entries_and_nothing_else(tmp_path
     assert torn.returncode == 1 and "pip install --force-reinstall --no-deps ." in torn.stderr
 
 
-def test_every_script_has_a_command_of_its_name() -> None:
-    scripts = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tools/checkpoint").glob("*.py")]
-    scripts += [ROOT / name for name in ENTRIES if name != "pretrain_mamba.py"]
-    wanted = {f"python {path.relative_to(ROOT)}" for path in scripts} | {"python tasks/main.py"}
-    missing = {script for script in wanted if with_command_names(script, "megatron-plan") not in project()["scripts"]}
-    assert not missing and with_command_names("python tools/plan.py", None) == "python tools/plan.py"
-    assert with_command_names("see model.py; torchrun --nnodes 2 finetune.py --x", "megatron-plan") == (
-        "see model.py; torchrun --no-python --nnodes 2 megatron-finetune --x"
+def test_an_installation_has_one_command_and_the_former_names_of_its_verbs() -> None:
+    scripts = project()["scripts"]
+    assert scripts.pop("megatron") == "megatron.cli.verbs:main"
+    assert set(scripts.values()) == {"megatron.cli.former_names:main"}
+    assert {verb_of_former_name(f"bin/{name}") for name in scripts} == set(VERBS)
+    assert with_command_names("python pretrain_gpt.py", None) == "python pretrain_gpt.py"
+    assert with_command_names("see model.py; torchrun --nnodes 2 finetune.py --x", "megatron plan") == (
+        "see model.py; torchrun --nnodes 2 -m megatron finetune --x"
     )
-    assert command_name(("python", "bin/megatron-plan")) == "megatron-plan" and command_name(("python", "x.py")) is None
+    assert with_command_names("python tasks/main.py --task X", "megatron plan") == "megatron tasks --task X"
+    for words in ("python bin/megatron plan --x", "python -u -m megatron plan"):
+        assert command_name(words.split()) == "megatron plan"
+    assert command_name(("python", "x.py", "megatron")) is None
 
 
 def test_a_command_of_an_installation_is_read_as_the_script() -> None:
-    words = "torchrun --no-python --nnodes 2 --nproc_per_node 4 bin/megatron-pretrain-bert --num-layers 2".split()
-    assert split_launch_command(words) == (words[:6], "pretrain_bert.py", ["--num-layers", "2"])
-    command = parse_training_command(words)
-    assert command.setting is not None and command.setting.world_size == 8 and not command.unread
+    for program in (
+        "--no-python bin/megatron pretrain-bert",
+        "--no-python bin/megatron-pretrain-bert",
+        "-m megatron pretrain-bert",
+    ):
+        words = f"torchrun --nnodes 2 --nproc_per_node 4 {program} --num-layers 2".split()
+        launcher, script, flags = split_launch_command(words)
+        assert launcher == words[:6] and (script, flags) == ("pretrain_bert.py", ["--num-layers", "2"])
+        command = parse_training_command(words)
+        assert command.setting is not None and command.setting.world_size == 8 and not command.unread
 
 
 def test_the_development_extra_has_what_the_suite_needs() -> None:

@@ -30,4 +30,4 @@ def test_the_flags_behind_the_examples_keep_every_rule() -> None:
 
 def test_the_page_in_docs_is_the_one_that_the_rows_make() -> None:
     found = (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")
-    assert found == rules_page_markdown(), "run: python tools/check_config.py --write-rules docs/rules.md"
+    assert found == rules_page_markdown(), "run: megatron check-config --write-rules docs/rules.md"

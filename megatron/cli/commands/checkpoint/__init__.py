@@ -1,1 +1,1 @@
-"""Tools over checkpoints: inspect, verify, diff, convert, export, adapters, reshard, resume check."""
+"""The verbs of `megatron checkpoint`."""

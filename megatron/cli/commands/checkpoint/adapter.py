@@ -1,9 +1,9 @@
-"""Adapters as files: exported for PEFT and imported from it, merged into the weights of their base and taken out again.
+"""Export adapters for PEFT, import them, merge them into the weights of their base, or take them out again.
 
-    python tools/checkpoint/adapter.py export --adapter checkpoints/lora --save my_adapter --base meta-llama/Llama-3.1-8B
-    python tools/checkpoint/adapter.py import --adapter my_adapter --base Llama-3.1-8B --save checkpoints/from_peft
-    python tools/checkpoint/adapter.py merge --adapter my_adapter --base Llama-3.1-8B --save merged
-    python tools/checkpoint/adapter.py unmerge --adapter my_adapter --base merged --save base_again
+    megatron checkpoint adapter export --adapter checkpoints/lora --save my_adapter --base meta-llama/Llama-3.1-8B
+    megatron checkpoint adapter import --adapter my_adapter --base Llama-3.1-8B --save checkpoints/from_peft
+    megatron checkpoint adapter merge --adapter my_adapter --base Llama-3.1-8B --save merged
+    megatron checkpoint adapter unmerge --adapter my_adapter --base merged --save base_again
 
 --adapter is a folder of PEFT's or a checkpoint of a run with adapters, --base a network in any format. merge computes W + (alpha / r) B A
 in fp32 or wider and rounds once; a merged network is written in the format of its base, unless --saver says otherwise. Weights that

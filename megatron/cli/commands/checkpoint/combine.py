@@ -1,6 +1,6 @@
-"""Combine a language model and an encoder of images into one checkpoint, as a start for pretrain_vlm.py.
+"""Combine a language model and an encoder of images into one checkpoint, to start pretrain_vlm.py from.
 
-    python tools/checkpoint/combine.py --language-model SmolLM2-135M --vision-model clip-vit-large-patch14-336 --save combined \\
+    megatron checkpoint combine --language-model SmolLM2-135M --vision-model clip-vit-large-patch14-336 --save combined \\
         --vision-num-layers 23 --disable-vision-class-token
     python pretrain_vlm.py --use-checkpoint-args --pretrained-checkpoint combined --allow-missing-vision-projection-checkpoint ...
 

@@ -1,4 +1,4 @@
-"""Convert a checkpoint: Hugging Face folders, this project's own, and Megatron-LM's, from any to any.
+"""Convert a checkpoint between Hugging Face folders, this project's format and Megatron-LM's, from any to any.
 
     python tools/checkpoint/convert.py --load Qwen2.5-0.5B --save checkpoints/qwen
     python tools/checkpoint/convert.py --load checkpoints/qwen --save exported --saver hf --like Qwen2.5-0.5B --verify

@@ -1,7 +1,7 @@
-"""How two checkpoints differ, whatever layouts or formats wrote them. Exit code 1 if they do.
+"""Compare two checkpoints, whatever layouts or formats wrote them; the exit code is 1 if they differ.
 
-    python tools/checkpoint/diff.py checkpoints/iter_0001000 other/iter_0001000
-    python tools/checkpoint/diff.py checkpoints Qwen2.5-0.5B --match 'model.*' --ignore-dtype --rtol 1e-2
+    megatron checkpoint diff checkpoints/iter_0001000 other/iter_0001000
+    megatron checkpoint diff checkpoints Qwen2.5-0.5B --match 'model.*' --ignore-dtype --rtol 1e-2
 
 Names that only one of them has, shapes, dtypes, counters, and of tensors: how many elements differ, the first and the
 largest difference with index and values, and the norm of the difference relative to the second checkpoint. Without a

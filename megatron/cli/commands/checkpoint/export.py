@@ -1,7 +1,7 @@
 """Write the weights of a checkpoint as a Hugging Face folder, with the files of its tokenizer.
 
-    python tools/checkpoint/export.py --load checkpoints --save exported --dtype bfloat16
-    python tools/checkpoint/export.py --load checkpoints --save exported --tokenizer Qwen2.5-0.5B
+    megatron checkpoint export --load checkpoints --save exported --dtype bfloat16
+    megatron checkpoint export --load checkpoints --save exported --tokenizer Qwen2.5-0.5B
 
 Memory holds one tensor. The folder appears when it is complete, and is read again and compared with the source. The
 tokenizer comes from --tokenizer, else from where the run's own settings say; what cannot be found is told.

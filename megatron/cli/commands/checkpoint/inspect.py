@@ -1,10 +1,10 @@
-"""What is in a checkpoint of any format: names, shapes, dtypes, sizes, who wrote which box, the settings of its run.
+"""Show what is in a checkpoint of any format: names, shapes, dtypes, sizes, files, and the settings of its run.
 
-    python tools/checkpoint/inspect.py checkpoints                       the newest in a --save folder
-    python tools/checkpoint/inspect.py checkpoints/iter_0001000 --boxes --match 'model.decoder.layers.0.*'
-    python tools/checkpoint/inspect.py Qwen2.5-0.5B --json --config
+    megatron checkpoint inspect checkpoints                       the newest in a --save folder
+    megatron checkpoint inspect checkpoints/iter_0001000 --boxes --match 'model.decoder.layers.0.*'
+    megatron checkpoint inspect Qwen2.5-0.5B --json --config
 
-No tensor is read, and no hash checked: verify.py does that.
+No tensor is read, and no hash checked: `megatron checkpoint verify` does that.
 """
 
 from __future__ import annotations

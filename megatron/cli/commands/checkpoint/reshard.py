@@ -1,7 +1,7 @@
-"""Rewrite a checkpoint: into another number of files, with weights of another dtype, or the weights alone.
+"""Rewrite a checkpoint into another number of files, with weights of another dtype, or with the weights alone.
 
-    python tools/checkpoint/reshard.py --load checkpoints --save smaller --weights-only --dtype bfloat16
-    python tools/checkpoint/reshard.py --load checkpoints/iter_0001000 --save balanced --num-files 16
+    megatron checkpoint reshard --load checkpoints --save smaller --weights-only --dtype bfloat16
+    megatron checkpoint reshard --load checkpoints/iter_0001000 --save balanced --num-files 16
 
 Loading a checkpoint under another layout needs none of this: it holds whole tensors in boxes, and every rank reads the
 boxes that it needs. The result is compared with the source, value by value, before the tool ends.

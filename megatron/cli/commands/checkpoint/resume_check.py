@@ -1,6 +1,6 @@
-"""Whether a run that is killed and resumed goes on as if nothing had happened: every piece of its state, bit for bit.
+"""Check that a run that is killed and resumed continues as one that was not: every piece of its state, bit for bit.
 
-    python tools/checkpoint/resume_check.py --steps 10 --nproc 2 <all flags of the run>
+    megatron checkpoint resume-check --steps 10 --nproc 2 <all flags of the run>
 
 Trains 2N steps in one go; then N steps, kill -9 of all ranks, and N more from the checkpoint, by the run's own entry
 script and with its own flags. Then compares the two runs' checkpoints of iteration N and of iteration 2N, item by item

@@ -1,11 +1,12 @@
-"""Read every byte of checkpoints and say everything that is wrong with them. Exit code 1 if anything is.
+"""Read every byte of checkpoints, and report everything that is wrong with them.
 
-    python tools/checkpoint/verify.py checkpoints            the newest of a --save folder, the one that a run would load
-    python tools/checkpoint/verify.py checkpoints --all      every one in it
-    python tools/checkpoint/verify.py checkpoints/iter_0001000 Qwen2.5-0.5B
+    megatron checkpoint verify checkpoints            the newest of a --save folder, the one that a run would load
+    megatron checkpoint verify checkpoints --all      every one in it
+    megatron checkpoint verify checkpoints/iter_0001000 Qwen2.5-0.5B
 
 A checkpoint of this project carries a hash of every byte, and is checked against them; those of other projects carry
-none, so that all their tensors are read, and what cannot be read or does not fit together is told.
+none, so that all their tensors are read, and what cannot be read or does not fit together is reported. Exit code 1 if anything
+is wrong.
 """
 
 from __future__ import annotations

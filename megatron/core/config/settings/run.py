@@ -59,7 +59,7 @@ class RequestedTraining:
         None,
         "GPT: file of prompts, one a line, that are continued at every evaluation, for log and TensorBoard; with conversations as data also "
         '{"messages": [...]}, whose next answer is written; pretrain_vlm.py: of questions '
-        "about images, as tools/generate.py reads them, whose right answers (references) are counted",
+        "about images, as megatron generate reads them, whose right answers (references) are counted",
         role="free",
         used_with=When("architecture", ("gpt",)),
     )

@@ -4,7 +4,7 @@
     select_kernels_with_trials    the same, where a default kernel fits: each is compiled and compared with its op's definition on a small
                                   input, forward and backward (`kernel_check.py`); one that fails is named, and the next candidate taken
 
-A kernel that is asked for by name is not tried here, and never replaced; `tools/doctor.py` tries all.
+A kernel that is asked for by name is not tried here, and never replaced; `megatron doctor` tries all.
 """
 
 from __future__ import annotations
