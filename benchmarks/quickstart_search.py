@@ -95,7 +95,7 @@ def token_files(size: int) -> Path:
     folder = WORK / f"vocabulary_{size}"
     if not (folder / "valid_text_document.idx").exists():
         tool(
-            "tokenizer.py",
+            "tokenizer",
             "train",
             "--input",
             DATA / "demo_train_small.jsonl",
@@ -106,7 +106,7 @@ def token_files(size: int) -> Path:
         )
         for part in ("train_small", "valid"):
             tool(
-                *("preprocess_data.py", "--input", DATA / f"demo_{part}.jsonl", "--append-eod"),
+                *("preprocess-data", "--input", DATA / f"demo_{part}.jsonl", "--append-eod"),
                 *("--output-prefix", folder / part.removesuffix("_small"), *tokenizer_flags(folder)),
             )
     return folder
@@ -116,8 +116,8 @@ def tokenizer_flags(folder: Path) -> list[str]:
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
 
 
-def tool(name: str, *arguments: object) -> None:
-    command = [sys.executable, str(ROOT / "tools" / name), *map(str, arguments)]
+def tool(verb: str, *arguments: object) -> None:
+    command = [sys.executable, "-m", "megatron", verb, *map(str, arguments)]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 

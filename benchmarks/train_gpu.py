@@ -10,7 +10,7 @@
 First what the machine itself reaches: a product of 8192 x 8192 matrices of random numbers, and a copy. A run is bf16 on real
 text, with AdamW, clipping and a report a step; its figure is the median over the steps after the first few. Both ways to count MFU are
 given (attention over the causal half, and over the whole square); the causal one is to be quoted. One step is profiled: launches, the
-share of it in which the GPU is busy, and the kernels that take longest. Memory stands beside what tools/plan.py predicts, which is
+share of it in which the GPU is busy, and the kernels that take longest. Memory stands beside what `megatron plan` predicts, which is
 computed meanwhile. --seconds holds for everything that is started: each run gets a share of what is left, start-up included, and is
 ended when it is over. Figures are printed and written (benchmarks/gpu/results.py) when they are there; a verdict comes last.
 """
@@ -271,7 +271,9 @@ def plan(job: Job, extra: list[str]) -> subprocess.Popen[str]:
     """Begin to compute what the dry run expects, beside the run itself."""
     command = [
         sys.executable,
-        "tools/plan.py",
+        "-m",
+        "megatron",
+        "plan",
         *flags_of(job, 10, extra),
         "--world-size",
         "1",

@@ -42,13 +42,13 @@ echo "== 2. resuming with the same command under two pipeline stages"
 "${TRAIN[@]}" --pipeline-model-parallel-size 2 2>&1 | lines
 
 echo "== 3. verifying every byte"
-"$PYTHON" tools/checkpoint/verify.py "$OUT/run"
+"$PYTHON" -m megatron checkpoint verify "$OUT/run"
 
 echo "== 4. exporting to a Hugging Face folder"
-"$PYTHON" tools/checkpoint/export.py --load "$OUT/run" --save "$OUT/published"
+"$PYTHON" -m megatron checkpoint export --load "$OUT/run" --save "$OUT/published"
 
 echo "== 5. generating the same tokens from both"
-"$PYTHON" tools/generate_text.py --load "$OUT/run" --prompt "The state of the Union" --num-tokens 12 --temperature 0
+"$PYTHON" -m megatron generate-text --load "$OUT/run" --prompt "The state of the Union" --num-tokens 12 --temperature 0
 "$PYTHON" - "$OUT/published" << 'PYTHON'
 import sys
 

@@ -8,7 +8,7 @@
 # machines see; TOKENIZER is a tokenizer.json or the folder of one, as published with the network; DATA is the prefix of a
 # .bin/.idx pair made with it by tools/preprocess_data.py. To begin with published weights, add --load FOLDER --finetune.
 #
-# Each fits GPUs of 80 GB (a test plans it); LAUNCH="python tools/plan.py --gpu h100-80 --" in front plans it for others.
+# Each fits GPUs of 80 GB (a test plans it); LAUNCH="python -m megatron plan --gpu h100-80 --" in front plans it for others.
 #
 # ENTRY is the script that is started, pretrain_gpt.py unless finetune.py is set.
 #

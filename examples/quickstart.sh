@@ -95,12 +95,12 @@ train() {
 }
 
 say "1. preprocessing: text to tokens"
-"$PYTHON" tools/tokenizer.py train --input "$DATA/demo_train_small.jsonl" --vocab-size 12000 --output-dir "$VOCABULARY"
+"$PYTHON" -m megatron tokenizer train --input "$DATA/demo_train_small.jsonl" --vocab-size 12000 --output-dir "$VOCABULARY"
 for part in train_small valid; do
     "$PYTHON" tools/preprocess_data.py --input "$DATA/demo_$part.jsonl" --output-prefix "$OUT/${part%_small}" \
         --append-eod "${TOKENIZER[@]}"
 done
-ENTROPY="$("$PYTHON" tools/unigram_entropy.py --quiet "$OUT/train_text_document")"
+ENTROPY="$("$PYTHON" -m megatron unigram-entropy --quiet "$OUT/train_text_document")"
 echo "unigram entropy of the training text: $ENTROPY nats per token"
 
 say "2. training up to iteration $SWITCH of $ITERS: ${FIRST[*]}"
@@ -110,9 +110,9 @@ say "3. training from iteration $SWITCH to $ITERS: ${SECOND[*]}"
 train "${SECOND[@]}"
 
 say "4. results"
-"$PYTHON" tools/generate_text.py --load "$OUT/checkpoints" --num-tokens 60 --temperature 0.7 --top-p 0.9 --seed 3 \
+"$PYTHON" -m megatron generate-text --load "$OUT/checkpoints" --num-tokens 60 --temperature 0.7 --top-p 0.9 --seed 3 \
     --prompt "The state of the Union is" | tee "$OUT/continuation.txt"
-"$PYTHON" tools/plot_loss.py "$OUT/log.jsonl" --output "$OUT/loss.png" --line "unigram entropy" "$ENTROPY"
+"$PYTHON" -m megatron plot-loss "$OUT/log.jsonl" --output "$OUT/loss.png" --line "unigram entropy" "$ENTROPY"
 "$PYTHON" - "$OUT/log.jsonl" "$ENTROPY" "$ITERS" "$OUT/valid_text_document.bin" "$DATA/demo_valid.jsonl" <<'PYTHON'
 import json, math, os, sys
 log, entropy, iterations, tokens, texts = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]

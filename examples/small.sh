@@ -64,8 +64,8 @@ fi
 $LAUNCH --nproc_per_node "${GPUS_PER_NODE:-1}" "$ROOT/${ENTRY:-pretrain_gpt.py}" \
     "${MODEL[@]}" "${TRAINING[@]}" "${TOKENIZER[@]}" "${FILES[@]}" "$@"
 if [ -f "$OUT/log.jsonl" ] && [ "$LAUNCH" != print_command ]; then
-    ENTROPY="$("$PYTHON" tools/unigram_entropy.py --quiet "$OUT/train_text_document")"
-    "$PYTHON" tools/plot_loss.py "$OUT/log.jsonl" --output "$OUT/loss.png" --line "unigram entropy" "$ENTROPY"
+    ENTROPY="$("$PYTHON" -m megatron unigram-entropy --quiet "$OUT/train_text_document")"
+    "$PYTHON" -m megatron plot-loss "$OUT/log.jsonl" --output "$OUT/loss.png" --line "unigram entropy" "$ENTROPY"
     "$PYTHON" - "$OUT/log.jsonl" "$ENTROPY" <<'PYTHON'
 import json, sys
 losses = [line["losses"]["lm loss"] for line in map(json.loads, open(sys.argv[1])) if line["kind"] == "step"]

@@ -60,7 +60,7 @@ TRAINING=(
 )
 "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node "$RANKS" pretrain_gpt.py "${DATA[@]}" "${MODEL[@]}" "${TRAINING[@]}"
 
-"$PYTHON" tools/generate_text.py --load "$OUT/checkpoints" --num-tokens 20 --temperature 0 \
+"$PYTHON" -m megatron generate-text --load "$OUT/checkpoints" --num-tokens 20 --temperature 0 \
     --prompt "[INST] What is the opposite of hot? [/INST]" \
     --prompt "[INST] Which day comes after Monday? [/INST]" \
     --prompt "[INST] What is two plus three? [/INST]" | tee "$OUT/answers.txt"

@@ -40,7 +40,7 @@ PYTHON
 answers() { # $1: a checkpoint
     local prompts=() question
     for question in "${QUESTIONS[@]}"; do prompts+=(--prompt "[INST] $question [/INST]"); done
-    "$PYTHON" tools/generate_text.py --load "$1" --num-tokens 20 --temperature 0 "${prompts[@]}"
+    "$PYTHON" -m megatron generate-text --load "$1" --num-tokens 20 --temperature 0 "${prompts[@]}"
 }
 
 answers "$OUT/base" | tee "$OUT/before.txt"
@@ -49,7 +49,7 @@ answers "$OUT/base" | tee "$OUT/before.txt"
     --preference-loss sigmoid --preference-beta 0.1 --preference-sft-weight 1.0 \
     --seq-length 128 --micro-batch-size 4 --global-batch-size 8 --train-iters 30 --lr 3e-4 --lr-decay-style constant \
     --weight-decay 0 --log-interval 5 --eval-interval 20 --eval-iters 1 --log-jsonl "$OUT/log.jsonl"
-"$PYTHON" tools/plot_loss.py "$OUT/log.jsonl" --loss "reward margin" --output "$OUT/margins.png"
+"$PYTHON" -m megatron plot-loss "$OUT/log.jsonl" --loss "reward margin" --output "$OUT/margins.png"
 answers "$OUT/policy" | tee "$OUT/after.txt"
 printf '\nanswers that begin with "Good morning": %s of 3 before, %s of 3 after\n' \
     "$(grep -c "Good morning" "$OUT/before.txt" || true)" "$(grep -c "Good morning" "$OUT/after.txt" || true)"

@@ -58,7 +58,7 @@ before, after, *questions = sys.argv[1:]
 for question in questions:
     print(json.dumps({"prompt": before + question + after, "stop": ["<|im_end|>"]}))
 END
-    "$PYTHON" tools/generate.py --load "$1" --input "$OUT/questions.jsonl" --output "$OUT/$2.jsonl" --num-tokens 20 --temperature 0
+    "$PYTHON" -m megatron generate --load "$1" --input "$OUT/questions.jsonl" --output "$OUT/$2.jsonl" --num-tokens 20 --temperature 0
     "$PYTHON" - "$OUT/$2.jsonl" "${QUESTIONS[@]}" <<'END'
 import json, sys
 for question, line in zip(sys.argv[2:], open(sys.argv[1], encoding="utf-8")):
@@ -72,8 +72,8 @@ answers "$BASE" before | tee "$OUT/before.txt"
     --sft "${FORMAT[@]}" --data-path "$HERE/rows.jsonl" --split 100,0,0 --data-cache-path "$OUT/cache" \
     "${SIZES[@]}" --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0 --clip-grad 1.0 \
     --hidden-dropout 0 --attention-dropout 0 --log-interval 10 --eval-iters 0 --log-jsonl "$OUT/log.jsonl"
-"$PYTHON" tools/checkpoint/adapter.py export --adapter "$OUT/adapter" --save "$OUT/peft" --base "$BASE"
-"$PYTHON" tools/checkpoint/adapter.py merge --adapter "$OUT/peft" --base "$BASE" --save "$OUT/merged"
+"$PYTHON" -m megatron checkpoint adapter export --adapter "$OUT/adapter" --save "$OUT/peft" --base "$BASE"
+"$PYTHON" -m megatron checkpoint adapter merge --adapter "$OUT/peft" --base "$BASE" --save "$OUT/merged"
 answers "$OUT/merged" after | tee "$OUT/after.txt"
 printf '\nanswers that begin with "Good morning": %s of 3 before, %s of 3 after; the adapter is in %s\n' \
     "$(grep -c -- "-> Good morning" "$OUT/before.txt" || true)" "$(grep -c -- "-> Good morning" "$OUT/after.txt" || true)" "$OUT/peft"

@@ -4,7 +4,7 @@
 #   bash examples/lora/train_llama3_8b.sh CHECKPOINTS TENSORBOARD BASE CONVERSATIONS [more flags]
 #
 # BASE is the folder of the published network, tokenizer included; CONVERSATIONS a JSONL file as examples/chat/README.md says. The run
-# writes adapters into CHECKPOINTS, which tools/checkpoint/adapter.py exports for PEFT or merges into BASE.
+# writes adapters into CHECKPOINTS, which megatron checkpoint adapter exports for PEFT or merges into BASE.
 # Environment: as examples/launch.sh; LAUNCH=echo prints the command.
 
 set -euo pipefail

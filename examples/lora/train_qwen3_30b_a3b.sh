@@ -4,7 +4,7 @@
 #   bash examples/lora/train_qwen3_30b_a3b.sh CHECKPOINTS TENSORBOARD BASE CONVERSATIONS [more flags]
 #
 # BASE is the folder of the published network, tokenizer included; CONVERSATIONS a JSONL file as examples/chat/README.md says. The run
-# writes adapters into CHECKPOINTS, which tools/checkpoint/adapter.py exports for PEFT or merges into BASE. --lora-targets all-linear
+# writes adapters into CHECKPOINTS, which megatron checkpoint adapter exports for PEFT or merges into BASE. --lora-targets all-linear
 # gives each expert adapters of its own, too.
 # Environment: as examples/launch.sh; LAUNCH=echo prints the command.
 

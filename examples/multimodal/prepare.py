@@ -4,7 +4,7 @@ OUT/tokenizer/             a vocabulary of the words that occur, with a template
 OUT/classes/red circle/    pictures by what they show, for pretrain_vision_classify.py
 OUT/text.jsonl             the conversations without pictures, for pretrain_gpt.py --sft
 OUT/train.json             LLaVA's JSON: a picture, a question and its answer
-OUT/test.jsonl             a question with its picture a line, for tools/generate.py;  OUT/shuffled.jsonl: with another picture
+OUT/test.jsonl             a question with its picture a line, for `megatron generate`;  OUT/shuffled.jsonl: with another picture
 OUT/drawn/0.png            a drawn picture of two shapes;  OUT/captions.json: captions of these and of the others, for training
 OUT/captions.jsonl         drawn pictures to describe, OUT/captions_shuffled.jsonl with other pictures, OUT/references.jsonl: captions that are right
 """

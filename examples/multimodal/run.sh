@@ -58,7 +58,7 @@ step "2. a language model, without pictures"
     --micro-batch-size 8 --global-batch-size 8 --train-iters 120 --lr 3e-3 --min-lr 1e-4 "${SHORT[@]}" --save "$OUT/lm"
 
 step "3. one checkpoint of both"
-"$PYTHON" tools/checkpoint/combine.py --language-model "$OUT/lm" --vision-model "$OUT/vit" --save "$OUT/combined" \
+"$PYTHON" -m megatron checkpoint combine --language-model "$OUT/lm" --vision-model "$OUT/vit" --save "$OUT/combined" \
     --vision-final-norm yes --pixel-shuffle "${SEEING[@]}"
 
 PICTURES=(--use-checkpoint-args --image-folder "$IMAGES" --split 98,2,0 --seq-length 128 --freeze-ViT "${SHORT[@]}")
@@ -77,7 +77,7 @@ YAML
     --eval-interval 200 --online-evaluation-config "$OUT/online.yaml" "$@"
 
 step "6. questions about pictures that it has not seen, and captions"
-generate() { "$PYTHON" tools/generate.py --load "$OUT/$1" --input "$OUT/$2.jsonl" --output "$OUT/$2.answers.jsonl" --num-tokens "$3" --temperature 0; }
+generate() { "$PYTHON" -m megatron generate --load "$OUT/$1" --input "$OUT/$2.jsonl" --output "$OUT/$2.answers.jsonl" --num-tokens "$3" --temperature 0; }
 generate sft test 4
 generate sft shuffled 4
 generate lm blind 4
@@ -86,7 +86,7 @@ if [ "$ENCODER" = dinov2 ]; then
     for name in captions captions_shuffled; do
         generate sft "$name" 12
         echo "$name:"
-        "$PYTHON" tools/evaluate_vlm.py --task captions --answers "$OUT/$name.answers.jsonl" --references "$OUT/references.jsonl"
+        "$PYTHON" -m megatron evaluate-vlm --task captions --answers "$OUT/$name.answers.jsonl" --references "$OUT/references.jsonl"
     done
 fi
 "$PYTHON" "$HERE/sheet.py" "$OUT" "$OUT/answers.png"

@@ -1,4 +1,4 @@
-"""Share of answers of tools/generate.py that are right: `score.py REFERENCES.jsonl NAME=ANSWERS.jsonl ...`."""
+"""Share of answers of `megatron generate` that are right: `score.py REFERENCES.jsonl NAME=ANSWERS.jsonl ...`."""
 
 from __future__ import annotations
 

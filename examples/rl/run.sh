@@ -49,7 +49,7 @@ PROGRAM
 fi
 $LAUNCH --nproc_per_node "${GPUS_PER_NODE:-1}" "$ROOT/train_rl.py" "${NETWORK[@]}" "${POLICY[@]}" "$@"
 if [ -f "$OUT/log.jsonl" ] && [ "$LAUNCH" != print_command ]; then
-    "$PYTHON" tools/plot_loss.py "$OUT/log.jsonl" --loss reward --output "$OUT/reward.png"
+    "$PYTHON" -m megatron plot-loss "$OUT/log.jsonl" --loss reward --output "$OUT/reward.png"
     "$PYTHON" - "$OUT/log.jsonl" <<'PROGRAM'
 import json, sys
 

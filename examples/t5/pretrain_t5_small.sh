@@ -72,7 +72,7 @@ fi
 $LAUNCH --nproc_per_node "$RANKS" "$ROOT/pretrain_t5.py" \
     "${MODEL[@]}" "${TRAINING[@]}" "${TOKENIZER[@]}" "${FILES[@]}" "$@"
 if [ -f "$OUT/log.jsonl" ] && [ "$LAUNCH" != print_command ]; then
-    ENTROPY="$("$PYTHON" tools/unigram_entropy.py --quiet "$OUT/train_text_sentence")"
-    "$PYTHON" tools/plot_loss.py "$OUT/log.jsonl" --output "$OUT/loss.png" --line "unigram entropy" "$ENTROPY"
+    ENTROPY="$("$PYTHON" -m megatron unigram-entropy --quiet "$OUT/train_text_sentence")"
+    "$PYTHON" -m megatron plot-loss "$OUT/log.jsonl" --output "$OUT/loss.png" --line "unigram entropy" "$ENTROPY"
     printf 'unigram entropy of the training text: %s nats per token\nloss curve: %s\n' "$ENTROPY" "$OUT/loss.png"
 fi

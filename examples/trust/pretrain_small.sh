@@ -3,7 +3,7 @@
 #
 #   bash examples/trust/pretrain_small.sh [more flags, which win over those here]
 #
-# Environment: LAUNCH, what the command is given to: torchrun, or a tool such as "python tools/check_config.py --".
+# Environment: LAUNCH, what the command is given to: torchrun, or a tool such as "python -m megatron check-config --".
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
