@@ -1,6 +1,7 @@
 """Memory and time of a run before it starts, and the layouts that fit. Works on a computer without GPUs.
 
 command.py            a launcher's command line as a checked config
+setup.py              what a user gave to a run, and which rules it breaks
 repair.py             the fewest changes that mend a config which breaks rules
 analytic_estimate.py  parameters and memory by formulas, without building anything
 layer_profile.py      dry runs of single layers; stage_estimate.py: what a layout takes, from them

@@ -20,7 +20,7 @@ from megatron.core.config.settings.data import DataFiles
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.models.flops import estimate_memory_by_pipeline_rank
 from megatron.plan.analytic_estimate import num_microbatches
-from megatron.plan.repair import BrokenRule, RunSetup
+from megatron.plan.setup import BrokenRule, RunSetup
 from megatron.preference.arguments import preference_flag_defaults as preference_defaults
 from megatron.preference.arguments import preference_flag_problems
 from megatron.preference.planned_memory import reference_network_memory as preference_memory

@@ -30,7 +30,7 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.plan.analytic_estimate import AnalyticEstimate, analytic_estimate, with_padded_vocabulary
 from megatron.plan.cost import StepTime
 from megatron.plan.hardware import Hardware
-from megatron.plan.repair import RunSetup
+from megatron.plan.setup import RunSetup
 from megatron.plan.stage_estimate import estimate_tolerance
 from megatron.plan.units import bytes_text
 

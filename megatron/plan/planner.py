@@ -17,7 +17,7 @@ from megatron.plan.analytic_estimate import analytic_estimate, with_padded_vocab
 from megatron.plan.cost import StepCost, step_cost
 from megatron.plan.hardware import Hardware
 from megatron.plan.layout_search import RECOMPUTE
-from megatron.plan.repair import RunSetup
+from megatron.plan.setup import RunSetup
 from megatron.plan.simulate.collective_matching import CollectiveMatchReport
 from megatron.plan.simulate.trace import KINDS, DryRunResult, Trace
 from megatron.plan.units import bytes_text

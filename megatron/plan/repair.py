@@ -19,29 +19,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, reduce
+from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
-from megatron.cli.preflight import fit_elastic_layout, preflight, resolve_and_examine
 from megatron.core.config.flags.declare import flag_fields, flag_name, flag_spellings
 from megatron.core.config.plan.pattern import suggested_hybrid_patterns
-from megatron.core.config.settings.data import (
-    DataConfig,
-    DataFiles,
-    FIMConfig,
-    MaskingConfig,
-    SFTDataConfig,
-    TokenizerConfig,
-)
+from megatron.core.config.settings.data import DataConfig, FIMConfig, MaskingConfig, SFTDataConfig, TokenizerConfig
 from megatron.core.config.settings.model import MLAConfig, ModelConfig, MTPConfig, PositionConfig
 from megatron.core.config.settings.moe import MoEConfig
 from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from megatron.core.config.settings.run import RequestedRun, RunConfig, TrainConfig
-from megatron.training.checked_run import CheckedRun
+from megatron.core.config.settings.run import RequestedRun, TrainConfig
+from megatron.plan.setup import WORLD, BrokenRule, RunSetup, places_of_settings
 
-WORLD = "world_size"  # no flag of ours, but a number that the launcher is given
 # Values for what nobody but the user can know; the report says that they are examples.
 EXAMPLES: Mapping[str, Any] = {
     "num_layers": 12,
@@ -143,14 +134,6 @@ LARGEST, MOST_VALUES = 10**7, 24
 
 
 @dataclass(frozen=True, slots=True)
-class BrokenRule:
-    """A broken rule, and one line of its message."""
-
-    rule: str
-    says: str
-
-
-@dataclass(frozen=True, slots=True)
 class FlagEdit:
     """A change of one flag. after: None: left out. example: the value stands for one that only the user knows.
     mends: rules that are broken again without this change. far: distance from what was given.
@@ -194,69 +177,6 @@ class RepairResult:
     edits: tuple[FlagEdit, ...] | None
     fewest: bool
     tried: int
-
-
-@dataclass(frozen=True, slots=True)
-class RunSetup:
-    """What a user gave: a config that is not resolved, and the number of ranks.
-    whole: check all that a run checks before it starts, not only rules between settings; device: type of device there;
-    files: whether missing files are problems; reads_data: how its script reads the data that the flags name; passes:
-    forward passes without gradients over the samples of a step before training on them; origins: setting -> where its
-    value came from.
-    """
-
-    config: RequestedRun
-    world_size: int
-    whole: bool = False
-    device: str = ""
-    files: bool = False
-    reads_data: DataFiles = "datasets"
-    passes: int = 0
-    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
-
-    def value(self, name: str) -> Any:
-        """Return the value of a flag, by field name."""
-        return (
-            self.world_size if name == WORLD else reduce(getattr, _flag_declarations_by_field()[name].path, self.config)
-        )
-
-    def with_values(self, values: Mapping[str, Any]) -> RunSetup:
-        """Return the setup with other values of some flags."""
-        config, flags = self.config, _flag_declarations_by_field()
-        for name in values.keys() - {WORLD}:
-            config = _replace_nested_field(config, flags[name].path, values[name])
-        return dataclasses.replace(self, config=config, world_size=values.get(WORLD, self.world_size))
-
-    def with_elastic_layout(self) -> RunSetup:
-        """Return the setup in the layout and on the ranks that --elastic chooses; unchanged without --elastic."""
-        config, ranks = fit_elastic_layout(self.config, self.world_size)
-        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, elastic=False))
-        return dataclasses.replace(self, config=config, world_size=ranks)
-
-    def resolve_elastic_layout(self) -> tuple[RunSetup, RunConfig]:
-        """Return the setup in the layout that --elastic chooses, and its resolved config. It keeps the rules."""
-        setting = self.with_elastic_layout()
-        return setting, resolve_and_examine(setting.config, setting.world_size)[0]
-
-    def run_preflight_checks(self) -> CheckedRun:
-        """Return the result of the checks that a run makes before it starts."""
-        return preflight(
-            self.config,
-            self.world_size,
-            device=self.device,
-            files=self.files,
-            reads_data=self.reads_data,
-            origins=self.origins,
-        )
-
-    def find_broken_rules(self) -> tuple[BrokenRule, ...]:
-        """Return every rule that is broken, one for each line of its message."""
-        if self.world_size < 1:
-            return (BrokenRule("world-size", f"{self.world_size} ranks: there must be at least 1"),)
-        problems = (
-            self.run_preflight_checks().problems if self.whole else resolve_and_examine(self.config, self.world_size)[1]
-        )
-        return tuple(BrokenRule(rule, line.strip()) for rule, message in problems for line in message.splitlines())
 
 
 def smallest_repair(
@@ -459,21 +379,6 @@ def _drop_needless_edits(setting: RunSetup, best: Mapping[str, FlagEdit]) -> tup
     return tuple(edit for edit in explained if edit.mends)
 
 
-def _replace_nested_field(config: Any, path: tuple[str, ...], value: Any) -> Any:
-    """Return the nested config with another value at a path of names."""
-    new = value if len(path) == 1 else _replace_nested_field(getattr(config, path[0]), path[1:], value)
-    return dataclasses.replace(config, **{path[0]: new})
-
-
-def _config_field_paths(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type]]:
-    """Yield (path, config class) of every field of a config and of all configs nested in it."""
-    for one in dataclasses.fields(config):
-        if dataclasses.is_dataclass(value := getattr(config, one.name)):
-            yield from _config_field_paths(value, (*path, one.name))
-        else:
-            yield (*path, one.name), type(config)
-
-
 @dataclass(frozen=True, slots=True)
 class _FlagDeclaration:
     """A flag's declaration. path: where its field is in a RequestedRun. off: the spelling that turns off a switch which
@@ -490,10 +395,10 @@ class _FlagDeclaration:
 @cache
 def _flag_declarations_by_field() -> dict[str, _FlagDeclaration]:
     """Return field -> declaration of its flag, with an entry `WORLD` for the number of ranks."""
-    owners = {path[-1]: (path, owner) for path, owner in _config_field_paths(RequestedRun())}
+    places = places_of_settings()
     flags = {WORLD: _FlagDeclaration((), int, 1, "", WEIGHT_OF[WORLD])}
     for one, kind in flag_fields(RequestedRun):
-        path, owner = owners[one.name]
+        path, owner = places[one.name]
         weight = WEIGHT_OF.get(one.name, WEIGHTS.get(owner, 1.0))
         off = one.metadata["off"] or "--no-" + flag_name(one.name)[2:]
         flags[one.name] = _FlagDeclaration(path, kind, one.default, off, weight)

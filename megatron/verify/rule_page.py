@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES
 from megatron.plan.command import parse_training_command
-from megatron.plan.repair import BrokenRule
+from megatron.plan.setup import BrokenRule
 
 BASE = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 2 --global-batch-size 16 "

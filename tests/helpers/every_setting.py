@@ -13,7 +13,7 @@ from megatron.core.config.settings.architecture import Architecture
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.plan.command import parse_training_command
-from megatron.plan.repair import RunSetup
+from megatron.plan.setup import RunSetup
 from tests.helpers import tiny
 
 Changes = dict[str, Any]

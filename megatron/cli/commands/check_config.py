@@ -29,7 +29,8 @@ from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.plan.analytic_estimate import with_padded_vocabulary
 from megatron.plan.command import ENTRIES, ParsedTrainingCommand, parse_training_command
 from megatron.plan.hardware import PROFILES, hardware_of
-from megatron.plan.repair import WORLD, BrokenRule, RepairResult, RunSetup, smallest_repair
+from megatron.plan.repair import RepairResult, smallest_repair
+from megatron.plan.setup import WORLD, BrokenRule, RunSetup
 from megatron.verify.rule_page import rules_page_markdown
 
 

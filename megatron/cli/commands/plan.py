@@ -43,7 +43,6 @@ from megatron.plan.hardware import PROFILES, Hardware, hardware_of
 from megatron.plan.layer_profile import LayerProfiler
 from megatron.plan.layout_search import LayerEstimator, search_layouts
 from megatron.plan.planner import DryRunner, add_memory_saving_changes, estimate_run
-from megatron.plan.repair import RunSetup
 from megatron.plan.report import (
     layout_search_report_values,
     layout_search_text,
@@ -51,6 +50,7 @@ from megatron.plan.report import (
     run_estimate_text,
     run_estimate_values,
 )
+from megatron.plan.setup import RunSetup
 from megatron.plan.simulate.collective_matching import match_collectives
 from megatron.plan.stage_estimate import can_profile, profiled_estimate
 from megatron.plan.units import bytes_text

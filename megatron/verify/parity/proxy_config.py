@@ -29,7 +29,8 @@ from megatron.core.config.settings.optim import PrecisionConfig, ScheduleConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.config.settings.run import CheckpointConfig, LogConfig, RecomputeConfig, RunConfig
 from megatron.plan.analytic_estimate import num_microbatches
-from megatron.plan.repair import RunSetup, format_flag_value
+from megatron.plan.repair import format_flag_value
+from megatron.plan.setup import RunSetup
 from megatron.preference.settings import PreferenceConfig
 from megatron.verify.parity.proxy_layers import Values, proxy_depth_settings
 

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.schedules import Action, pipeline_training_
 from megatron.plan.analytic_estimate import with_padded_vocabulary
 from megatron.plan.command import parse_training_command
 from megatron.plan.hardware import Hardware, NetworkLink
-from megatron.plan.repair import RunSetup
+from megatron.plan.setup import RunSetup
 from megatron.plan.simulate.trace import DryRunResult, MemoryByKind, StepEvent, Trace
 
 FLAGS = (

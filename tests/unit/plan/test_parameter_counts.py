@@ -17,7 +17,8 @@ from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.grid import axis_rank_groups
-from megatron.plan.repair import RunSetup, smallest_repair
+from megatron.plan.repair import smallest_repair
+from megatron.plan.setup import RunSetup
 from megatron.plan.simulate import layout_build_check as built
 from megatron.plan.simulate.layout_build_check import check_layout_parameters, mesh_without_groups
 

@@ -12,7 +12,8 @@ from megatron.core.config.flags.declare import flag_fields
 from megatron.core.config.rules.engine import ALWAYS, NEEDS, RULES
 from megatron.core.config.settings.run import RequestedRun
 from megatron.plan.command import ParsedTrainingCommand, parse_training_command
-from megatron.plan.repair import WORLD, BrokenRule, RunSetup, candidate_edits, flags_named_by_rule, smallest_repair
+from megatron.plan.repair import candidate_edits, flags_named_by_rule, smallest_repair
+from megatron.plan.setup import WORLD, BrokenRule, RunSetup
 from tests.unit.plan.bad_configs import BAD, GPT
 
 

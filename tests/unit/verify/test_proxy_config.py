@@ -15,7 +15,7 @@ from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import can_overlap_pair, pipeline_training_plan
 from megatron.plan.command import parse_training_command
-from megatron.plan.repair import RunSetup
+from megatron.plan.setup import RunSetup
 from megatron.verify.parity.proxy_config import ProxyConfig, make_proxy_config, proxy_degree_candidates
 from tests.helpers import tiny
 from tests.parity.table import MODELS, ROWS, named, read_layout
