@@ -2,7 +2,7 @@
 
 command.py            a launcher's command line as a checked config
 setup.py              what a user gave to a run, and which rules it breaks
-repair.py             the fewest changes that mend a config which breaks rules
+repair.py             changes of one flag that keep a broken rule
 analytic_estimate.py  parameters and memory by formulas, without building anything
 layer_profile.py      dry runs of single layers; stage_estimate.py: what a layout takes, from them
 hardware.py           what machines can do; measure.py: measures this one

@@ -154,7 +154,7 @@ def rules_page_markdown() -> str:
         *textwrap.wrap(
             "Every rule that a run's flags must keep, in the order in which they are looked at. All that are broken are "
             "said at once, before anything starts. `megatron check-config FLAGS --world-size N` says which ones, "
-            "and the fewest changes that keep all of them; `--why-not tensor-model-parallel-size=8` says what a change "
+            "and which change of one flag would keep each; `--why-not tensor-model-parallel-size=8` says what a change "
             "would break.",
             120,
         ),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from megatron.core.tokenizers.build import expected_vocab_size
 from megatron.plan.analytic_estimate import with_padded_vocabulary
 from megatron.plan.command import ENTRIES, ParsedTrainingCommand, parse_training_command
 from megatron.plan.hardware import PROFILES, hardware_of
-from megatron.plan.repair import RepairResult, smallest_repair
+from megatron.plan.repair import FlagEdit, mending_edits
 from megatron.plan.setup import WORLD, BrokenRule, RunSetup
 from megatron.verify.rule_page import rules_page_markdown
 
@@ -53,7 +53,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         action="append",
         default=[],
         metavar="FLAG=VALUE",
-        help="what this change would break, and what else would have to change; may be given more than once",
+        help="what this change would break, and which other changes would keep that; may be given more than once",
     )
     parser.add_argument(
         "--build", action="store_true", help="build every rank's place without memory, and count what is there"
@@ -62,12 +62,6 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         "--true-vocab-size",
         type=int,
         help="--build, --gpu: ids of the tokenizer (default: as its files say, where they are at hand, else GPT-2's 50257)",
-    )
-    parser.add_argument(
-        "--tries",
-        type=int,
-        default=10_000,
-        help="configurations that the search for changes may look at (default: 10000)",
     )
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     parser.add_argument("--write-rules", type=Path, metavar="FILE", help="write the page of all rules, and stop")
@@ -118,66 +112,46 @@ def flag_notes_of_command(command: ParsedTrainingCommand) -> list[str]:
     )
 
 
-def broken_rule_lines(broken: Sequence[BrokenRule], before: Sequence[BrokenRule]) -> list[str]:
-    """Return lines with the broken rules and their messages. before: what was broken without the change asked about."""
+def broken_rule_lines(
+    broken: Sequence[BrokenRule], before: Sequence[BrokenRule], edits: Mapping[BrokenRule, Sequence[FlagEdit]]
+) -> list[str]:
+    """Return lines with the broken rules, their messages, and what would keep each. before: what was broken without the
+    change asked about; edits: changes of one flag that alone keep a rule.
+    """
     lines: list[str] = []
     for rule in dict.fromkeys(one.rule for one in broken):
         lines += ["", f"  {rule}"]
-        lines += [
-            f"    {one.says}" + ("  (broken without it, too)" if one in before else "")
-            for one in broken
-            if one.rule == rule
-        ]
+        for one in (one for one in broken if one.rule == rule):
+            lines.append(f"    {one.says}" + ("  (broken without it, too)" if one in before else ""))
+            if one in edits:
+                tries = ", or ".join(map(str, edits[one]))
+                lines.append(f"      {'try ' + tries if tries else 'no change of one flag is known to keep it'}")
     return lines
-
-
-def repair_suggestion_lines(answer: RepairResult, *, beside: bool, unread: bool) -> list[str]:
-    """Return lines with the edits that keep every rule. beside: edits of other flags than those asked about. unread:
-    some flags could not be read.
-    """
-    what = "Beside that, " if beside else ""
-    if answer.edits is None:
-        return [
-            "",
-            f"No set of {'other ' * beside}changes was found that keeps every rule ({answer.tried:,} configurations tried).",
-        ]
-    count = len(answer.edits)
-    rest = "; what cannot be read must be mended by hand" if unread else ""
-    lines = ["", f"{what}{count} change{'s' * (count > 1)} would keep every rule{rest}:"]
-    lines += [f"    {str(edit):60} for {', '.join(edit.mends)}" for edit in answer.edits]
-    proof = (
-        "No smaller set of the values tried does so" if answer.fewest else "A smaller set may exist; give more --tries"
-    )
-    return [*lines, f"  {proof} ({answer.tried:,} configurations tried)."]
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigCheckReport:
-    """What is found about a command. before: rules that are broken without `why_not`. answer: edits that keep every
-    rule, if searched. built: result of --build.
+    """What is found about a command. before: rules that are broken without `why_not`. edits: of broken rules that flags
+    can keep, changes of one flag that do. built: result of --build.
     """
 
     command: ParsedTrainingCommand
     broken: Sequence[BrokenRule]
     before: Sequence[BrokenRule]
     why_not: Sequence[str]
-    answer: RepairResult | None
+    edits: Mapping[BrokenRule, Sequence[FlagEdit]]
     built: dict[str, Any] | None
     ranks: int
 
     def report_values(self) -> dict[str, Any]:
         """Return the report as JSON-serializable values."""
-        answer = self.answer
         return {
             "ranks": self.ranks,
             "kept": not self.broken,
-            "broken": [asdict(one) for one in self.broken],
+            "broken": [asdict(one) | {"edits": self._edit_values(one)} for one in self.broken],
             "built": self.built,
             "notes": flag_notes_of_command(self.command),
             "why_not": self.why_not,
-            "tried": answer.tried if answer else 0,
-            "fewest": answer.fewest if answer else True,
-            "edits": None if answer and answer.edits is None else _flag_edit_json_values(answer),
         }
 
     def report_lines(self) -> list[str]:
@@ -189,20 +163,14 @@ class ConfigCheckReport:
         what = f"{count} rule{'s are' if count != 1 else ' is'} broken" if self.broken else "all rules are kept"
         lines = [
             f"{wish}{what} on {self.ranks} rank{'s' * (self.ranks > 1)}",
-            *broken_rule_lines(self.broken, self.before),
+            *broken_rule_lines(self.broken, self.before, self.edits),
         ]
         if not self.broken:
             lines += [f"note: {line}" for line in flag_notes_of_command(self.command)]
-        if self.answer:
-            lines += repair_suggestion_lines(self.answer, beside=bool(self.why_not), unread=bool(self.command.unread))
         return [*lines, *(_layout_build_lines(self.built) if self.built else ())]
 
-
-def _flag_edit_json_values(answer: RepairResult | None) -> list[dict[str, Any]]:
-    return [
-        {"flag": "world-size" if edit.name == WORLD else edit.flag, "text": str(edit), **asdict(edit)}
-        for edit in (answer.edits if answer and answer.edits else ())
-    ]
+    def _edit_values(self, one: BrokenRule) -> list[dict[str, Any]]:
+        return [asdict(edit) | {"flag": edit.flag, "text": str(edit)} for edit in self.edits.get(one, ())]
 
 
 def _layout_build_lines(built: dict[str, Any]) -> list[str]:
@@ -240,18 +208,20 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _make_config_check_report(options: argparse.Namespace, words: Sequence[str]) -> ConfigCheckReport:
-    """Check a command, search edits that would mend it and, with --build, build the network."""
+    """Check a command, look for edits that keep each broken rule and, with --build, build the network."""
     first = enable_startup_checks(parse_training_command(words, ranks=options.world_size, entry=options.entry), options)
     command, fixed = apply_flag_changes(words, options.why_not, options)
     before = first.broken_rules if options.why_not else ()
     rules = command.setting.find_broken_rules() if command.setting else ()
     broken = (*command.unread, *rules)
     broken = broken or memory_violations(command, options)
-    answer = None
-    if command.setting is not None and any(one.rule != "files" for one in rules):  # no other flag brings a file
-        answer = smallest_repair(replace(command.setting, files=False), fixed=fixed, tries=options.tries)
+    edits: dict[BrokenRule, list[FlagEdit]] = {}
+    if command.setting is not None:
+        setting = replace(command.setting, files=False)
+        # No flag brings a file.
+        edits = {one: mending_edits(setting, one, fixed=fixed) for one in rules if one.rule != "files"}
     built = None
     if options.build and command.setting and not broken:
         built = build_layout_for_report(command.setting, options.true_vocab_size)
     ranks = command.setting.world_size if command.setting else options.world_size or 1
-    return ConfigCheckReport(command, broken, before, options.why_not, answer, built, ranks)
+    return ConfigCheckReport(command, broken, before, options.why_not, edits, built, ranks)

@@ -55,7 +55,7 @@ def parse_config_to_diagnose(words: Sequence[str], entry: str) -> tuple[RunConfi
     config, broken = resolve_and_examine(config_from_namespace(RequestedRun, args), world_size())
     rows = [DoctorFinding("rules", "FAIL", problem) for problem in args.problems]
     rows += [
-        DoctorFinding("rules", "FAIL", f"{name}: {problem}", "megatron check-config finds the fewest changes")
+        DoctorFinding("rules", "FAIL", f"{name}: {problem}", "megatron check-config says what would keep it")
         for name, problem in broken
     ]
     _, ranks = fit_elastic_layout(config_from_namespace(RequestedRun, args), world_size())

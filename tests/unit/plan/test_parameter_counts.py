@@ -17,7 +17,7 @@ from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.run import RequestedRun, RunConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel.grid import axis_rank_groups
-from megatron.plan.repair import smallest_repair
+from megatron.plan.repair import mending_edits
 from megatron.plan.setup import RunSetup
 from megatron.plan.simulate import layout_build_check as built
 from megatron.plan.simulate.layout_build_check import check_layout_parameters, mesh_without_groups
@@ -177,13 +177,13 @@ def test_what_the_rules_accept_builds_on_every_rank_with_the_exact_parameter_cou
 
 @settings(max_examples=25, **FEW)
 @given(case=CONFIGS)
-def test_changes_to_a_random_configuration_keep_every_rule(case: tuple[dict[str, Any], int]) -> None:
+def test_a_change_of_a_random_configuration_keeps_the_rule_that_it_is_for(case: tuple[dict[str, Any], int]) -> None:
     start = RunSetup(config_from_flat_dict(RequestedRun, case[0]), case[1])
-    answer = smallest_repair(start, tries=600)
-    if answer.edits is not None:
-        after = start.with_values({edit.name: edit.after for edit in answer.edits})
-        assert after.find_broken_rules() == ()
-        assert (answer.edits == ()) == (start.find_broken_rules() == ())
+    rules = start.find_broken_rules()
+    for one in rules:
+        for edit in mending_edits(start, one):
+            after = start.with_values({edit.name: edit.after}).find_broken_rules()
+            assert sum(other.rule == one.rule for other in after) < sum(other.rule == one.rule for other in rules)
 
 
 def config_of(ranks: int = 4, **changes: Any) -> RunConfig:
