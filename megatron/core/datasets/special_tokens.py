@@ -28,7 +28,8 @@ def token_ids_by_name(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, i
 
 def count_ids_around_text(tokenizer: Tokenizer) -> tuple[int, int]:
     """Return how many ids (BOS, EOS) `tokenize` puts (before, after) every text. `ConfigError` if that is unclear."""
-    empty, letter = tokenizer.tokenize(""), tokenizer.tokenize("1")
+    # A text that every tokenizer reads: where texts are ids, 0 is in every vocabulary.
+    empty, letter = tokenizer.tokenize(""), tokenizer.tokenize("0")
     for before in range(len(empty) + 1):
         after = len(empty) - before
         if (

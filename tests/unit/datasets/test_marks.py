@@ -10,8 +10,12 @@ from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.ingest.encode import EncodeOptions, RecordEncoder
 from megatron.core.datasets.kinds import make_bert_dataset_kind, make_t5_dataset_kind
-from megatron.core.datasets.special_tokens import encode_without_special_tokens, refuse_added_special_tokens
-from megatron.core.tokenizers.build import build_tokenizer
+from megatron.core.datasets.special_tokens import (
+    count_ids_around_text,
+    encode_without_special_tokens,
+    refuse_added_special_tokens,
+)
+from megatron.core.tokenizers.build import NullTokenizer, build_tokenizer
 from tests.helpers.architecture import ROOT
 from tests.helpers.toytext import package_tokenizer
 
@@ -62,6 +66,10 @@ def test_samples_of_sentences_refuse_a_tokenizer_with_a_frame(framing: Tokenizer
     config = config_from_flat_dict(RunConfig, {"seq_length": 32, "mock_data": True})
     with pytest.raises(ConfigError, match="--tokenizer-hf-no-include-special-tokens"):
         kind(config, build_tokenizer(framing))
+
+
+def test_a_vocabulary_of_one_id_has_nothing_around_texts() -> None:
+    assert count_ids_around_text(NullTokenizer(1)) == (0, 0)
 
 
 def test_users_of_a_llama_model_are_shown_the_kind_without_a_begin_of_text() -> None:
