@@ -13,8 +13,8 @@ from megatron.core.optimizer import adafactor, muon, whole_matrix
 from megatron.core.optimizer.adafactor import Adafactor
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.orthogonal import orthogonalize, orthogonalize_distributed
-from megatron.core.optimizer.owners import MatrixTask
 from megatron.core.optimizer.soap import Soap, _number_in_stack
+from megatron.core.optimizer.whole_matrix import MatrixTask
 from megatron.core.parallel import offload
 from megatron.core.parallel.offload import OffloadedBuffer
 from megatron.core.parallel.spec import ParamSpec

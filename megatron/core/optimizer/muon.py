@@ -24,9 +24,8 @@ from megatron.core.optimizer.orthogonal import (
     orthogonalize,
     orthogonalize_distributed,
 )
-from megatron.core.optimizer.owners import MatrixTask
 from megatron.core.optimizer.rule import Owned, Slot, UpdateRuleContext
-from megatron.core.optimizer.whole_matrix import WholeMatrixRule
+from megatron.core.optimizer.whole_matrix import MatrixTask, WholeMatrixRule
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.spec import ParamSpec, local_shard_boxes
 

@@ -26,9 +26,8 @@ from torch import Tensor
 from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.distributed.buffers import OwnedSegment
-from megatron.core.optimizer.owners import MatrixTask, part_shapes
 from megatron.core.optimizer.rule import Owned, Slot, UpdateRuleContext
-from megatron.core.optimizer.whole_matrix import WholeMatrixRule
+from megatron.core.optimizer.whole_matrix import MatrixTask, WholeMatrixRule, part_shapes
 
 RIDGE = 0.1  # of the mean eigenvalue
 

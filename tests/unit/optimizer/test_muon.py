@@ -21,8 +21,8 @@ from megatron.core.optimizer.orthogonal import (
     newton_schulz_cost,
     orthogonalize,
 )
-from megatron.core.optimizer.owners import MatrixTask, assign_matrix_owners, matrix_tasks_of_param
 from megatron.core.optimizer.rule import is_updated_as_matrix
+from megatron.core.optimizer.whole_matrix import MatrixTask, assign_matrix_owners, matrix_tasks_of_param
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import (
     FusedWeightSegment,
