@@ -41,7 +41,7 @@ from megatron.plan.command import ENTRIES, parse_training_command
 from megatron.plan.cost import StepTime
 from megatron.plan.hardware import PROFILES, Hardware, hardware_of
 from megatron.plan.layer_profile import LayerProfiler
-from megatron.plan.layout_search import LayerEstimator, search_layouts
+from megatron.plan.layout_search import LayerEstimator, search_layouts, seconds_until_dry_runs
 from megatron.plan.planner import DryRunner, add_memory_saving_changes, estimate_run
 from megatron.plan.report import (
     layout_search_report_values,
@@ -159,8 +159,9 @@ def make_layer_estimator(hardware: Hardware, passes: int, *, until: float) -> La
 
 def search_and_print_layouts(options: argparse.Namespace, setting: RunSetup, hardware: Hardware) -> int:
     """Search and print the layouts that fit; return the exit code."""
-    until = time.monotonic() + options.seconds
-    dry_run = make_dry_runner(hardware, until=until) if options.plans else None
+    started = time.monotonic()
+    dry_run = make_dry_runner(hardware, until=started + options.seconds) if options.plans else None
+    until_dry_runs = started + seconds_until_dry_runs(options.seconds, options.plans)
 
     def peak_and_step_time(config: RunConfig, world_size: int) -> tuple[int, StepTime]:
         assert dry_run is not None, "a search without dry runs plans nothing"
@@ -178,7 +179,7 @@ def search_and_print_layouts(options: argparse.Namespace, setting: RunSetup, har
             hardware,
             true_vocab_size=options.true_vocab_size,
             planner=peak_and_step_time if options.plans else None,
-            estimator=make_layer_estimator(hardware, setting.passes, until=until),
+            estimator=make_layer_estimator(hardware, setting.passes, until=until_dry_runs),
             plans=options.plans,
             seconds=options.seconds,
             progress=update_progress_bar,

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from megatron.plan import measure
 from megatron.plan.analytic_estimate import with_padded_vocabulary
 from megatron.plan.command import parse_training_command
 from megatron.plan.hardware import PROFILES, NetworkLink, hardware_from_json, hardware_of
+from megatron.plan.layout_search import LayoutRanking
 from megatron.plan.simulate.trace import DryRunResult
 from tests.helpers.architecture import ROOT
 from tests.helpers.world import World
@@ -154,6 +155,19 @@ def test_a_search_gives_every_layout_a_place_or_a_reason(
     assert first and "layouts fit; the fastest: " + first[1] in out and "were rejected:" in out
     out, _ = report(tool, capsys, f"{words} --plans 0 --hardware {small_machine(tmp_path, 1000)}", 1)
     assert out.startswith("none of ") and "memory" in out
+
+
+@pytest.mark.parametrize("plans, share", [(1, 0.5), (0, 1.0)])
+def test_layers_stop_where_the_time_of_dry_runs_begins(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, plans: int, share: float
+) -> None:
+    ends: list[float] = []
+    monkeypatch.setattr(tool, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    monkeypatch.setattr(tool, "make_layer_estimator", lambda hardware, passes, until: ends.append(until))
+    monkeypatch.setattr(tool, "search_layouts", lambda *_, **options: LayoutRanking(1.0))
+    with pytest.raises(SystemExit):
+        tool.main(f"{OWN} --search --plans {plans} --seconds 60 --world-size 2 {RUN}".split())
+    assert ends == [1000.0 + 60.0 * share]
 
 
 def test_a_layout_that_follows_the_ranks_is_planned_as_it_would_start(

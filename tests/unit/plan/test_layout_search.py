@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -12,6 +13,7 @@ from megatron.cli.preflight import resolve_and_examine
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.models.flops import estimate_memory_by_pipeline_rank
 from megatron.core.parallel.grid import axis_rank_groups
+from megatron.plan import layout_search
 from megatron.plan.analytic_estimate import (
     AnalyticEstimate,
     analytic_estimate,
@@ -22,7 +24,15 @@ from megatron.plan.analytic_estimate import (
 from megatron.plan.command import parse_training_command
 from megatron.plan.cost import StepTime
 from megatron.plan.hardware import PROFILES
-from megatron.plan.layout_search import BEST, RECOMPUTE, CandidateLayout, LayoutRanking, Planner, search_layouts
+from megatron.plan.layout_search import (
+    BEST,
+    RECOMPUTE,
+    CandidateLayout,
+    LayoutRanking,
+    Planner,
+    search_layouts,
+    seconds_until_dry_runs,
+)
 from megatron.plan.report import layout_search_text
 from megatron.plan.units import bytes_text
 from tests.unit.plan.hand_made import FLAGS, VOCABULARY, config_of, setting_of
@@ -156,6 +166,49 @@ def test_a_dry_run_whose_time_is_up_ends_the_search_with_what_is_known() -> None
 
     found = search_layouts(setting_of("", 4), MACHINE, true_vocab_size=VOCABULARY, planner=planner, plans=2)
     assert found.fits and not found.complete and {one.source for one in found.fits} == {"formulas"}
+
+
+def test_layers_leave_a_dry_run_half_of_the_time_however_slow_the_machine_is(monkeypatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(layout_search, "time", clock)
+
+    def estimator(config, world_size: int) -> AnalyticEstimate | None:
+        clock.pass_seconds(10.0, until=100.0 / 2)  # as the estimator of the command, which stops by itself
+        return analytic_estimate(config, world_size, MACHINE, stage_specs_of_run(config))
+
+    def planner(config, world_size: int) -> tuple[int, StepTime]:
+        clock.pass_seconds(45.0, until=100.0)
+        return 1, StepTime(1.0, 0.0, 1.0, 1.0, 0.5, 0.6, {})
+
+    found = search_layouts(
+        setting_of("", 4),
+        MACHINE,
+        true_vocab_size=VOCABULARY,
+        planner=planner,
+        estimator=estimator,
+        plans=1,
+        seconds=100.0,
+    )
+    assert seconds_until_dry_runs(100.0, 1) == 50.0 and seconds_until_dry_runs(100.0, 0) == 100.0
+    sources = Counter(one.source for one in found.fits)
+    assert sources["dry run"] == 1 and sources["layers"] >= 3, sources
+
+
+class Clock:
+    """What stands for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        """See the module."""
+        return self.now
+
+    def pass_seconds(self, seconds: float, *, until: float) -> None:
+        """Let time pass; what takes longer than `until` is given up there."""
+        self.now = min(self.now + seconds, until + 0.1)
+        if self.now > until:
+            raise TimeoutError
 
 
 def test_layouts_are_estimated_from_their_layers_until_the_best_are_known() -> None:
