@@ -14,7 +14,6 @@ count in full, though some overlap with products: the estimate is pessimistic th
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections import defaultdict
@@ -22,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from megatron.core.config.settings.run import RunConfig
@@ -32,22 +30,17 @@ from megatron.core.pipeline_parallel.timeline import Timeline, simulate_pipeline
 from megatron.plan.hardware import Hardware, collective_seconds
 from megatron.plan.simulate.trace import ConsecutiveEvents, DryRunResult, StepEvent, Trace, split_into_event_spans
 
-_ROOT = Path(__file__).resolve().parents[2]
 DATA_AXES = ("dp", "dp_cp", "edp")  # over which gradients are summed and new weights gathered
 ATTENTION = re.compile(r"attention|flash|sdpa")
 # What runs nothing: memory that is only taken, and tensors that share it.
 FREE = re.compile(r"aten\.(new_)?empty|aten\.(detach|alias|_unsafe_view|lift_fresh|_reshape_alias)")
 # What reads a few rows of a table: it moves what it makes.
 PICKS = re.compile(r"aten\.(gather|embedding|index_select|index)$")
-FUSED = "megatron/core/kernels/ops/fused.py:"
-ROWS = "megatron/core/kernels/ops/chunked_attention.py:"  # a CPU's attention with dropout: in parts, too, and of the keys that are met alone
-# A product of 8 or 4 bits as a CPU emulates it: what takes the values back is no work of a GPU that multiplies such numbers itself.
-LOW_PRECISION, EMULATED = "megatron/core/kernels/low_precision/fp8.py", ("exact", "emulated_quantized_matmul")
+# Where a CPU computes attention by operations of its own; in chunks, with dropout, of the keys that are met alone.
+ATTENTION_ROLES = ("attention", "attention in chunks")
 FORWARD = "forward passes without gradients"  # of networks that are asked before a step
-# Lines that cut a tensor only so that the blocks stay in a CPU's cache: on other devices it is one operation.
-BLOCKS = ("megatron/core/tensor_parallel/cross_entropy.py:", "megatron/core/kernels/ops/linear_loss.py:")
 _SAME_PRICE = attrgetter(
-    "kind", "name", "flops", "moved", "axis", "ranks", "peer", "shape", "dtype", "factors", "parts"
+    "kind", "name", "flops", "moved", "axis", "ranks", "peer", "shape", "dtype", "factors", "parts", "role"
 )
 ACTION = re.compile(r"([FBWR]\d+)(?:\.\d+)?$")
 
@@ -256,8 +249,7 @@ class _EventTimeEstimator:
     def add_estimated_event_time(self, event: StepEvent, place: ActionKindCost, before: float) -> None:
         """Add an event to its action's time and traffic. before: seconds spent there when the action began."""
         acts = _is_schedule_action(event.action)
-        where = event.where if event.where.startswith((*BLOCKS, FUSED, ROWS, LOW_PRECISION)) else ""
-        alike = (where, event.action[:1], *_SAME_PRICE(event))
+        alike = (event.action[:1], *_SAME_PRICE(event))
         if alike not in self._prices:
             self._prices[alike] = (
                 estimated_event_seconds(event, self.config, self.hardware, self.rank),
@@ -312,25 +304,28 @@ def _operation_seconds(event: StepEvent, config: RunConfig, hardware: Hardware) 
     """Return the seconds of an operation that computes, from its products, its bytes and the hardware's rates."""
     dtype = (event.factors or event.dtype).partition("_")[0]  # float8 of float8_e4m3fn
     dtype = dtype if dtype in hardware.peak else config.precision.param_dtype_name
-    if hardware.fused and event.where.startswith((FUSED, ROWS)) and not ATTENTION.search(event.name):
+    if hardware.fused and event.role in ATTENTION_ROLES and not ATTENTION.search(event.name):
         # A fused kernel that the machine has and the dry run's CPU has not: its products, and none of the passes between them.
-        met = 1.0 if event.where.startswith(ROWS) else _attended_share(config)
+        met = 1.0 if event.role == "attention in chunks" else _attended_share(config)
         return hardware.attention_seconds(
             event.flops * met, config.precision.param_dtype_name, backward=event.action.startswith("B")
         )
     low_precision = _native_low_precision_format(config, hardware)
-    if low_precision and event.where in _emulation_source_lines():
+    if low_precision and event.role == "emulated product":
         return _low_precision_seconds(event, config, hardware, low_precision)
     if ATTENTION.search(event.name):
         busy = hardware.attention_seconds(_attention_flops(event, config), dtype, backward="backward" in event.name)
     else:
         busy = hardware.matmul_seconds(event.flops, dtype)
     moved = 2 * tensor_bytes_of_event(event) if PICKS.match(event.name) else event.moved
-    return max(busy, moved / hardware.memory_rate) + (0.0 if event.where.startswith(BLOCKS) else hardware.launch)
+    # A tensor that is cut only so that its blocks stay in a CPU's cache is one operation on other devices.
+    return max(busy, moved / hardware.memory_rate) + (0.0 if event.role == "blocks" else hardware.launch)
 
 
 def _low_precision_seconds(event: StepEvent, config: RunConfig, hardware: Hardware, name: str) -> float:
-    """Return the seconds of a low-precision product, from the event that emulates it; other events of the emulation take none."""
+    """Return the seconds of a low-precision product, from the event that emulates it; other events of the emulation, which
+    take the values back, are no work of a machine that multiplies such numbers itself.
+    """
     if not event.flops:
         return 0.0
     size, width = tensor_bytes_of_event(event), dtype_bytes(event.dtype)
@@ -345,18 +340,6 @@ def _native_low_precision_format(config: RunConfig, hardware: Hardware) -> str:
         return ""
     prefixes = ("float4", "float8") if low.fp4_format is not None else ("float8",)
     return next((name for name in prefixes if name in hardware.peak), "")
-
-
-@cache
-def _emulation_source_lines() -> frozenset[str]:
-    """Return the source lines that emulate low-precision products."""
-    tree = ast.parse((_ROOT / LOW_PRECISION).read_text(encoding="utf-8"))
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in EMULATED]
-    return frozenset(
-        f"{LOW_PRECISION}:{line}"
-        for node in functions
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    )
 
 
 def _attention_flops(event: StepEvent, config: RunConfig) -> float:
@@ -390,7 +373,7 @@ def time_category(event: StepEvent) -> str:
     """Return the category under which an event's time is reported."""
     if event.kind == "collective":
         return f"{event.axis} collectives"
-    if ATTENTION.search(event.name) or event.where.startswith((FUSED, ROWS)):
+    if ATTENTION.search(event.name) or event.role in ATTENTION_ROLES:
         return "attention"
     if event.parts:
         return "scans over states"

@@ -19,7 +19,6 @@ from typing import Any
 
 from megatron.core.models.describe import count_parameters
 from megatron.core.pipeline_parallel.schedules import num_plan_stages
-from megatron.plan.cost import FUSED
 from megatron.plan.layout_search import FittingLayout, LayoutRanking
 from megatron.plan.planner import RunEstimate, fullest_vs_emptiest_rank_lines, stage_contents_text
 from megatron.plan.simulate.trace import KINDS, DryRunResult, Trace
@@ -382,7 +381,7 @@ def dry_run_caveats(run: DryRunResult) -> list[str]:
             "note: a dry run has no text, so documents were taken to be whole rows, halves, quarters and so on in turn; work that "
             "the real lengths divide less evenly takes longer"
         )
-    if any(event.name == "aten.bmm" and event.where.startswith(FUSED) for event in run.worst_trace.events):
+    if any(event.name == "aten.bmm" and event.role == "attention" for event in run.worst_trace.events):
         notes_of_run.append(
             "note: attention ran unfused here, as a CPU has no fused kernel with such masks; where the machine has one, less "
             "memory is needed"

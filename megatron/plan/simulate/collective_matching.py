@@ -31,8 +31,6 @@ from megatron.plan.simulate.trace import TOGETHER, DryRunResult, StepEvent, comm
 
 MOST_PLAYED = 64  # ranks that are played together
 _ALONE = ("pp", "pp_backward")  # axes whose messages begin one by one; elsewhere a send and a receive begin together
-# Sums over tensor ranks, or stages, of what a share of the optimizer's state has: as large as the share makes them, which the ranks of a group have alike.
-_OWNERS_SUMS = "megatron/core/distributed/finalize.py:"
 Group = tuple[str, tuple[int, ...]]  # (which of the groups of these ranks, the ranks)
 
 
@@ -175,7 +173,8 @@ def rank_communication_of(
         elif event.is_communication:
             theirs, event_ranks = groups.get(event.axis, (event.ranks, event.ranks))
             ranks = event_ranks if rank != traced and theirs == event.ranks and event_ranks is not None else event.ranks
-            if event.where.startswith(_OWNERS_SUMS) and not compares(ranks):
+            # As large as the share of the optimizer's state makes it, which the ranks of a group have alike.
+            if event.role == "sum of shares" and not compares(ranks):
                 continue
             peer = _peer_rank(event, traced, rank, ranks)
             steps.append(

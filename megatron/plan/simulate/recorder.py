@@ -15,8 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -32,20 +31,8 @@ from torch.utils.flop_counter import flop_registry
 from megatron.core.optimizer import optimizer
 from megatron.core.parallel.overlap import DualBatchThreads
 from megatron.plan.simulate.memory import StorageTracker
+from megatron.plan.simulate.source_lines import ALLOCATES_IN_HOST_MEMORY, SourceLocator, called_by_fsdp2, role_of
 from megatron.plan.simulate.trace import TOGETHER, EventList, StepEvent
-
-_ROOT = Path(__file__).parents[3]  # as the frames of this package name it: not resolved
-_OURS = ("megatron/", "tasks/", "tools/", "examples/", "tests/", "pretrain_")
-_OBSERVERS = (
-    "megatron/plan/",
-    "megatron/verify/",
-    "megatron/core/parallel/collectives.py",
-    "megatron/core/parallel/flight_recorder.py",
-)
-_HOST = "megatron/core/parallel/device.py:"  # where room in the host's memory is asked for
-_FSDP = "/torch/distributed/fsdp/"
-# Where a backward pass is started: what runs then belongs to the line of the forward pass that it goes back to.
-_STARTS_BACKWARD = ("megatron/core/pipeline_parallel/executor.py", "megatron/core/parallel/recompute.py")
 
 # c10d's operations: our name, place of the group among the arguments, of what is sent, and of what comes.
 _COLLECTIVES = {
@@ -59,7 +46,6 @@ _COLLECTIVES = {
     "barrier": ("barrier", 1, 0, 0),
     "allgather_": ("all_gather", 2, 1, 0),
 }
-Place = tuple[str, str]  # (file and line, module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +112,7 @@ class StepRecorder(TorchDispatchMode):
         # Name of a process group -> its axis, of those over which FSDP2 cuts weights.
         self.shared: Mapping[str, str] = {}
         self.begins: dict[str, int] = {}  # action -> when it began, by the memory's clock
-        self._seen: dict[CodeType, str] = {}
-        self._lines: dict[tuple[CodeType, int], str] = {}
-        self._node_locations: dict[int, Place] = {}  # number of an autograd node -> where the forward pass made it
+        self._locator = SourceLocator()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -159,7 +143,7 @@ class StepRecorder(TorchDispatchMode):
         memory.event = len(self.events)
         if func.namespace == "c10d":
             return self._record_communication(func, args, kwargs)
-        where, module = self._source_location()
+        where, module = self._locator.location(sys._getframe(1), self.module)
         result, facts = self.run_operation(func, args, kwargs, where)
         elsewhere = self._is_in_host_memory(func, args, kwargs, where)
         for tensor in tensors_of((result,)):
@@ -177,13 +161,14 @@ class StepRecorder(TorchDispatchMode):
                 dtype=facts.dtype,
                 live=memory.live,
                 factors=facts.factors,
+                role=role_of(where),
             )
         )
         return result
 
     def append_hidden_operation(self, event: StepEvent) -> str:
         """Record an operation that the dispatch does not show, where the step is. Return its source line."""
-        where, module = self._source_location()
+        where, module = self._locator.location(sys._getframe(1), self.module)
         self.memory.event = len(self.events)
         self.events.append(
             replace(event, where=event.where or where, action=self.action, module=module, live=self.memory.live)
@@ -199,7 +184,7 @@ class StepRecorder(TorchDispatchMode):
 
     def _is_in_host_memory(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> bool:
         """Whether the result of an operation is in host memory: allocated there, or computed only from tensors there."""
-        if where.startswith(_HOST) and func is torch.ops.aten.empty.memory_format:
+        if func is torch.ops.aten.empty.memory_format and ALLOCATES_IN_HOST_MEMORY.includes(where):
             self._offloads = True
         elif not self._offloads or "device" in kwargs:
             return False
@@ -242,11 +227,11 @@ class StepRecorder(TorchDispatchMode):
 
     def _record_communication(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Record a collective or message."""
-        where, module = self._source_location()
+        where, module = self._locator.location(sys._getframe(1), self.module)
         name, group_at, input_at, output_at = _COLLECTIVES[func._overloadpacket.__name__]
         group = dist.ProcessGroup.unbox(args[group_at])
         axis, ranks = self.axis, self.ranks.get(group.group_name) or tuple(range(group.size()))
-        if group.group_name in self.shared and _called_by_fsdp(sys._getframe(2)):  # of which no trail is told
+        if group.group_name in self.shared and called_by_fsdp2(sys._getframe(2)):  # of which no trail is told
             axis = self.shared[group.group_name]
         given, got = tuple(tensors_of((args[input_at],))), tuple(tensors_of((args[output_at],)))
         self._mark_communicated_storages((*given, *got), name, axis)
@@ -271,6 +256,7 @@ class StepRecorder(TorchDispatchMode):
                 received=tuple((got if name == "all_to_all" else larger)[0].shape),
                 dtype=dtype_name(larger[0].dtype),
                 live=self.memory.live,
+                role=role_of(where),
             )
         )
         return result
@@ -283,36 +269,6 @@ class StepRecorder(TorchDispatchMode):
             life.sent = life.sent or name == "send"
             if name == "receive" and axis.startswith("pp"):
                 life.kind = "activations" if axis == "pp" else "communication"
-
-    def _source_location(self) -> Place:
-        """Return (innermost source line of the project, module); of autograd's operations, of their forward pass."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            file = self._project_file(frame.f_code)
-            if file:
-                break
-            frame = frame.f_back
-        else:
-            return "", self.module
-        if file.endswith(_STARTS_BACKWARD):
-            node = torch._C._current_autograd_node()
-            if node is not None and (made := self._node_locations.get(node._sequence_nr())) is not None:
-                return made
-        key = frame.f_code, frame.f_lineno
-        if key not in self._lines:
-            self._lines[key] = f"{file}:{frame.f_lineno}"
-        place = self._lines[key], self.module
-        if torch.is_grad_enabled():
-            self._node_locations[torch.autograd._get_sequence_nr() - 1] = place
-        return place
-
-    def _project_file(self, code: CodeType) -> str:
-        """Return the path of a code object's file within the project; "" for other code and for code that only observes."""
-        if code not in self._seen:
-            path = Path(code.co_filename)
-            file = path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else ""
-            self._seen[code] = file if file.startswith(_OURS) and not file.startswith(_OBSERVERS) else ""
-        return self._seen[code]
 
     @contextmanager
     def patched_torch(self, below: Sequence[AbstractContextManager[Any]] = ()) -> Iterator[None]:
@@ -400,15 +356,6 @@ def _patched_attribute(owner: type | ModuleType, name: str, value: Any) -> Itera
             setattr(owner, name, plain)
         else:
             delattr(owner, name)
-
-
-def _called_by_fsdp(frame: FrameType | None) -> bool:
-    """Whether FSDP2 is on the call stack between this frame and the first frame of this project."""
-    while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(_ROOT / "megatron"):
-        if _FSDP in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _copy_tensors(value: Any) -> Any:

@@ -20,6 +20,8 @@ from megatron.core.config.settings.run import RunConfig
 from megatron.core.pipeline_parallel.schedules import Plan
 
 EventKind = Literal["op", "collective", "send", "receive", "action"]
+# What the code of an operation does that a machine of the plan does otherwise, or that ranks do with shares of their own (source_lines.py).
+SourceRole = Literal["", "attention", "attention in chunks", "blocks", "emulated product", "sum of shares"]
 TOGETHER = " and "  # between the names of two actions that run with dual-batch overlap
 KINDS = ("weights", "gradients", "optimizer", "activations", "communication", "temporaries")
 
@@ -39,7 +41,7 @@ class StepEvent:
     For collectives and messages: axis of the mesh. ranks: global ranks of the group, in its order. peer: global rank of the other end, or the
     source of a broadcast, else -1. shape, dtype: of the larger tensor (the result of an all-gather, the input of a reduce-scatter, what an
     all-to-all sends). received: shape of what an all-to-all receives, else equal to shape. live: bytes allocated afterwards.
-    parts: the operations of a scan, with the number of times that they run.
+    parts: the operations of a scan, with the number of times that they run. role: of its line.
     """
 
     kind: EventKind
@@ -58,6 +60,7 @@ class StepEvent:
     live: int = 0
     factors: str = ""
     parts: tuple[tuple[int, RecordedScanEvents], ...] = ()
+    role: SourceRole = ""
 
     @property
     def is_communication(self) -> bool:

@@ -100,10 +100,10 @@ def test_attention_of_a_decoder_meets_half_of_the_keys() -> None:
 
 
 def test_attention_in_parts_is_timed_as_the_fused_kernel_of_a_machine_that_has_one() -> None:
-    config, where = config_of(), "megatron/core/kernels/ops/fused.py:75"
+    config = config_of()
     machine = replace(PLAIN, attention=(0.5, 0.25), launch=1.0, memory_rate=1.0)
-    product = StepEvent("op", "aten.bmm", where, "F0.0", flops=400, moved=7, dtype="float32")
-    mask = StepEvent("op", "aten.mul", where, "F0.0", moved=1000, dtype="float32")
+    product = StepEvent("op", "aten.bmm", "", "F0.0", flops=400, moved=7, dtype="float32", role="attention")
+    mask = StepEvent("op", "aten.mul", "", "F0.0", moved=1000, dtype="float32", role="attention")
     assert [
         estimated_event_seconds(event, config, machine, 0) for event in (product, mask, replace(product, action="B0.0"))
     ] == [400.0, 0.0, 800.0]
