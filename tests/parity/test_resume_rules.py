@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
-from megatron.core.optimizer import optimizer
+from megatron.training.state import trainer
 from tests.helpers.resuming import AFTER, BEFORE, resume_and_train, train_and_save
 from tests.helpers.training import Held, outcome
 from tests.helpers.world import Worlds
@@ -82,10 +82,10 @@ def test_masters_in_the_cpus_memory_are_saved_and_loaded_as_any_others(
     away: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.6, "clip_grad": 0.0}
     plain = {**PLAIN, "clip_grad": 0.0}
     through = train_and_save(plain, None, BEFORE + AFTER)
-    monkeypatch.setattr(optimizer, "has_separate_memory", lambda device: True)
+    monkeypatch.setattr(trainer, "has_separate_memory", lambda device: True)
     train_and_save({**PLAIN, **away}, str(tmp_path / "away"), BEFORE)
     monkeypatch.undo()
     assert_same_bits([resume_and_train(plain, str(tmp_path / "away"), AFTER)], [through])
     train_and_save(plain, str(tmp_path / "plain"), BEFORE)
-    monkeypatch.setattr(optimizer, "has_separate_memory", lambda device: True)
+    monkeypatch.setattr(trainer, "has_separate_memory", lambda device: True)
     assert_same_bits([resume_and_train({**PLAIN, **away}, str(tmp_path / "plain"), AFTER)], [through])

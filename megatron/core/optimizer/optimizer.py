@@ -34,7 +34,7 @@ from megatron.core.optimizer.offload import OptimizerCpuOffload, split_segments_
 from megatron.core.optimizer.rule import Slot, UpdateRule, UpdateRuleContext, is_updated_as_matrix
 from megatron.core.optimizer.scaler import LossScaler
 from megatron.core.optimizer.soap import Soap
-from megatron.core.parallel.device import has_separate_memory, storage_id_and_offset
+from megatron.core.parallel.device import storage_id_and_offset
 from megatron.core.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -82,14 +82,15 @@ class Optimizer:
         precision: PrecisionConfig,
         *,
         adamw: AdamKernel = adamw,
+        offloads: bool = False,
     ) -> None:
-        """Allocate the state. adamw: the kernel of AdamW, for what is updated on the device."""
+        """Allocate the state. adamw: the kernel of AdamW on the device. offloads: a share of the state to the CPU's memory."""
         self.parallels, self.mesh, self.config = parallels, mesh, config
         self.segments = [segment for parallel in parallels for segment in parallel.owned_segments()]
         self.scaler = LossScaler(precision)
         self.fp16 = precision.fp16
         self.cpu_offload = None
-        if config.optimizer_cpu_offload and has_separate_memory(mesh.device):  # on a CPU there is nothing to offload to
+        if offloads:
             self.segments, num_offloaded = split_segments_for_offload(self.segments, config.optimizer_offload_fraction)
             self.cpu_offload = OptimizerCpuOffload(mesh.device, self.segments[:num_offloaded], config)
         self.main_weights = list(self.cpu_offload.main_weights) if self.cpu_offload is not None else []

@@ -32,9 +32,10 @@ from megatron.core.parallel.wgrad import Key, WeightGradStore
 
 @dataclass(slots=True)
 class OverlappedComputation:
-    """The computation of one rank that can run during waits. wgrad_store: weight gradients that layers have delayed."""
+    """The computation of one rank that can run during waits. wgrad_store: delayed gradients. make_threads: of two passes."""
 
     wgrad_store: WeightGradStore = field(default_factory=WeightGradStore)
+    make_threads: Callable[[], DualBatchThreads] = lambda: DualBatchThreads()
     _fills_waits: bool = False
     _dual_batch: DualBatchThreads | None = None
 
@@ -61,7 +62,7 @@ class OverlappedComputation:
 
     def run_dual_batch(self, forward: Callable[[], None], backward: Callable[[], None], device: torch.device) -> None:
         """Run the forward and backward pass of two microbatches with dual-batch overlap; raises the first error."""
-        self._dual_batch = DualBatchThreads()
+        self._dual_batch = self.make_threads()
         try:
             self._dual_batch.run(forward, backward, device)
         finally:

@@ -44,7 +44,7 @@ from megatron.plan.simulate.layout_build_check import mesh_without_groups
 from megatron.plan.simulate.memoization import MicrobatchMemo, TraceMismatch
 from megatron.plan.simulate.memory import StorageTracker
 from megatron.plan.simulate.providers import PROVIDERS
-from megatron.plan.simulate.recorder import StepRecorder
+from megatron.plan.simulate.recorder import RecordedDualBatchThreads, StepRecorder
 from megatron.plan.simulate.scan_recorder import ScanRecorder
 from megatron.plan.simulate.trace import DryRunResult, EventList, Trace
 from megatron.training.state.microbatches import BatchSchedule
@@ -117,7 +117,7 @@ def make_recorded_trainer(
     """
     shared: dict[str, Any] = {
         "flight_recorder": _ForwardingFlightRecorder(recorder),
-        "overlap": OverlappedComputation(),
+        "overlap": OverlappedComputation(make_threads=partial(RecordedDualBatchThreads, recorder)),
     }
     axes = {name: replace(mesh.axis(name), **shared) for name in axis_names(mesh)}
     mesh = replace(mesh.with_axes(axes), hybrid_cp=tuple(replace(axis, **shared) for axis in mesh.hybrid_cp))
@@ -141,7 +141,8 @@ def make_recorded_trainer(
         streams=_NoOpRandomStreams(),
         log=logging.getLogger("megatron.dry_run"),
     )
-    trainer = build_trainer(run, *PROVIDERS[config.model.architecture.name], specs=specs)
+    # The machines of the plan have memory beside their devices'.
+    trainer = build_trainer(run, *PROVIDERS[config.model.architecture.name], specs=specs, separate_memory=True)
     trainer.loss_names = trainer.note_names = ()  # ranks ask each other once, in their first step
     return trainer
 
@@ -393,7 +394,7 @@ def _trace_in_fake_groups(
     mesh, ranks = mesh_with_fake_groups(lists, rank)
     recorder = fake_recorder(config, ranks, world)
     recorder.until = until
-    with world.mode, recorder, recorder.patched_torch((world.mode,)):
+    with world.mode, recorder, recorder.patched_torch():
         trainer = make_recorded_trainer(config, mesh, recorder, varlen=varlen)
         enable_mixed_dtype_addmm(trainer)
         around = (

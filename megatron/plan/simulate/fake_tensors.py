@@ -12,6 +12,7 @@ a number is finite, or small enough; the answer is yes.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +90,11 @@ class FakeTensorRecorder(StepRecorder):
         super().__init__(ranks, choices)
         self.world, self.knows, self.num_questions = world, knows or masks or choices is not None, 0
         self._kept = (*_WHOLE, torch.float32) if masks else _WHOLE
+
+    @property
+    def modes(self) -> tuple[AbstractContextManager[Any], ...]:
+        """See the base class."""
+        return self.world.mode, self
 
     def run_operation(self, func: Any, args: tuple, kwargs: dict[str, Any], where: str) -> tuple[Any, OpFacts]:
         """Derive the result of an operation from shapes, and known values; see `StepRecorder.run_operation`."""

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -28,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from megatron.core.optimizer import optimizer
 from megatron.core.parallel.overlap import DualBatchThreads
 from megatron.plan.simulate.memory import StorageTracker
 from megatron.plan.simulate.source_lines import ALLOCATES_IN_HOST_MEMORY, SourceLocator, called_by_fsdp2, role_of
@@ -113,6 +111,11 @@ class StepRecorder(TorchDispatchMode):
         self.shared: Mapping[str, str] = {}
         self.begins: dict[str, int] = {}  # action -> when it began, by the memory's clock
         self._locator = SourceLocator()
+
+    @property
+    def modes(self) -> tuple[AbstractContextManager[Any], ...]:
+        """The modes of a recorded step, the outermost first."""
+        return (self,)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -271,39 +274,12 @@ class StepRecorder(TorchDispatchMode):
                 life.kind = "activations" if axis == "pp" else "communication"
 
     @contextmanager
-    def patched_torch(self, below: Sequence[AbstractContextManager[Any]] = ()) -> Iterator[None]:
-        """Within: patch torch and overlap code whose effects operations do not show. below: the modes under this one.
-        - The second pass of a dual-batch overlap runs in its own thread, where the modes are entered too.
-        - FSDP2 resizes storages when it gathers and frees layers.
-        - FSDP2 compares device meshes and sharded parameters on real ranks; both comparisons are answered here.
-        - An optimizer that offloads its state sees host memory separate from device memory, although the step runs on a
-        CPU.
+    def patched_torch(self) -> Iterator[None]:
+        """Within: patch FSDP2, of which operations do not show all effects.
+        - It resizes storages when it gathers and frees layers.
+        - It compares device meshes and sharded parameters on real ranks; both comparisons are answered here.
         """
         resize, from_group = torch.UntypedStorage.resize_, DeviceMesh.from_group
-        run, switch = DualBatchThreads.run, DualBatchThreads.switch
-
-        def run_dual_batch_with_actions(
-            turns: DualBatchThreads, main: Callable[[], None], beside: Callable[[], None], device: torch.device
-        ) -> None:
-            first, _, second = self.action.partition(TOGETHER)
-
-            def run_first_action() -> None:
-                self.resume_action(first)
-                main()
-
-            def run_second_action() -> None:
-                with ExitStack() as stack:
-                    for mode in (*below, self):
-                        stack.enter_context(mode)
-                    self.resume_action(second)
-                    beside()
-
-            run(turns, run_first_action, run_second_action, device)
-
-        def switch_thread_and_resume_action(turns: DualBatchThreads) -> None:
-            action, module = self.action, self.module
-            switch(turns)
-            self.resume_action(action, module)
 
         def resize_and_track(storage: torch.UntypedStorage, size: int) -> None:
             resize(storage, size)
@@ -318,9 +294,6 @@ class StepRecorder(TorchDispatchMode):
             _patched_attribute(torch.UntypedStorage, "resize_", resize_and_track),
             _patched_attribute(DeviceMesh, "from_group", staticmethod(make_device_mesh_unrecorded)),
             _patched_attribute(FSDPParam, "reset_sharded_param", lambda param: None),
-            _patched_attribute(DualBatchThreads, "run", run_dual_batch_with_actions),
-            _patched_attribute(DualBatchThreads, "switch", switch_thread_and_resume_action),
-            _patched_attribute(optimizer, "has_separate_memory", lambda device: True),
         ):
             yield
 
@@ -344,9 +317,41 @@ class StepRecorder(TorchDispatchMode):
             yield
 
 
+class RecordedDualBatchThreads(DualBatchThreads):
+    """The two threads of a dual-batch overlap, of which a recorder is told which action runs."""
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def run(self, main: Callable[[], None], second: Callable[[], None], device: torch.device) -> None:
+        """See the base class. Modes of torch are those of a thread, so the second one enters them too."""
+        recorder = self._recorder
+        first_action, _, second_action = recorder.action.partition(TOGETHER)
+
+        def run_first_action() -> None:
+            recorder.resume_action(first_action)
+            main()
+
+        def run_second_action() -> None:
+            with ExitStack() as stack:
+                for mode in recorder.modes:
+                    stack.enter_context(mode)
+                recorder.resume_action(second_action)
+                second()
+
+        super().run(run_first_action, run_second_action, device)
+
+    def switch(self) -> None:
+        """See the base class."""
+        action, module = self._recorder.action, self._recorder.module
+        super().switch()
+        self._recorder.resume_action(action, module)
+
+
 @contextmanager
-def _patched_attribute(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a class or module while this is open."""
+def _patched_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a class while this is open."""
     plain, is_own = owner.__dict__.get(name), name in owner.__dict__
     setattr(owner, name, value)
     try:

@@ -18,6 +18,7 @@ from megatron.core.distributed.finalize import finalize_gradients
 from megatron.core.models.stage_model import StageModel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.schedule import OptimizerParamSchedule
+from megatron.core.parallel.device import has_separate_memory
 from megatron.core.parallel.rng import materialize_parameters
 from megatron.core.pipeline_parallel.executor import PipelineWork, run_rank_script
 from megatron.core.pipeline_parallel.schedules import forward_only_plan, pipeline_plan_of_run, with_reduction_actions
@@ -160,9 +161,15 @@ class Trainer:
 
 
 def build_trainer(
-    run: RunContext, model: ModelProvider, forward_step: ForwardStep, *, specs: tuple[StageSpec, ...] | None = None
+    run: RunContext,
+    model: ModelProvider,
+    forward_step: ForwardStep,
+    *,
+    specs: tuple[StageSpec, ...] | None = None,
+    separate_memory: bool = False,
 ) -> Trainer:
-    """Build this rank's stages with their initial values, their buckets and the optimizer. specs: other stages than the run's."""
+    """Build this rank's stages with their initial values, their buckets and the optimizer. specs: other stages than the run's.
+    separate_memory: the CPU's memory counts as another than the device's, even if the device is the CPU."""
     config, mesh = run.config, run.mesh
     if specs is None:
         specs = tuple(spec for spec in stage_specs_of_run(config) if spec.rank == mesh.pp.rank)
@@ -172,8 +179,11 @@ def build_trainer(
     for stage in stages:
         set_up_activation_offload(stage, config.offload, mesh.device)
     parallels = [_initialize_and_wrap_stage(run, stage) for stage in stages]
-    optimizer = Optimizer(parallels, mesh, config.optimizer, config.precision, adamw=run.kernels.adamw)
-    if config.optimizer.optimizer_cpu_offload and optimizer.cpu_offload is None:
+    offloads = config.optimizer.optimizer_cpu_offload and (separate_memory or has_separate_memory(mesh.device))
+    optimizer = Optimizer(
+        parallels, mesh, config.optimizer, config.precision, adamw=run.kernels.adamw, offloads=offloads
+    )
+    if config.optimizer.optimizer_cpu_offload and not offloads:
         run.print_rank_0("--optimizer-cpu-offload moves nothing: this run's memory is the CPU's already")
     batches = BatchSchedule.build(config.train, data_parallel_size=mesh.dp.size, seq_length=config.train.seq_length)
     schedule = None

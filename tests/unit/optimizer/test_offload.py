@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from megatron.core.config.settings.optim import PrecisionConfig
-from megatron.core.optimizer import optimizer as module
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.training.state.trainer import build_trainer
+from tests.helpers import tiny
 from tests.unit.optimizer.test_optimizer import ADAM, SGD, optimizer_of, take_step
 
 FORMATS = {
@@ -18,7 +20,7 @@ FORMATS = {
 }
 
 
-def trained(numbers: str, steps: int = 3, **settings: Any) -> tuple[dict[str, torch.Tensor], module.Optimizer]:
+def trained(numbers: str, steps: int = 3, **settings: Any) -> tuple[dict[str, torch.Tensor], Optimizer]:
     dtype, precision, grad_dtype = FORMATS[numbers]
     module, optimizer = optimizer_of(dtype, precision=precision, grad_dtype=grad_dtype, **settings)
     for step in range(steps):
@@ -29,17 +31,10 @@ def trained(numbers: str, steps: int = 3, **settings: Any) -> tuple[dict[str, to
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fraction", [0.0, 0.37, 1.0])
 @pytest.mark.parametrize("numbers", FORMATS)
-def test_steps_are_the_same_wherever_they_are_made(
-    monkeypatch: pytest.MonkeyPatch, numbers: str, fraction: float, overlap: bool
-) -> None:
+def test_steps_are_the_same_wherever_they_are_made(numbers: str, fraction: float, overlap: bool) -> None:
     expected, plain = trained(numbers, **ADAM)
-    monkeypatch.setattr(module, "has_separate_memory", lambda device: True)
     found, away = trained(
-        numbers,
-        **ADAM,
-        optimizer_cpu_offload=True,
-        optimizer_offload_fraction=fraction,
-        overlap_cpu_optimizer_d2h_h2d=overlap,
+        numbers, **ADAM, offloads=True, optimizer_offload_fraction=fraction, overlap_cpu_optimizer_d2h_h2d=overlap
     )
     for name, value in expected.items():
         # A parameter in two pieces adds its squares to the norm in another order.
@@ -50,18 +45,16 @@ def test_steps_are_the_same_wherever_they_are_made(
     assert away.num_steps == 3
 
 
-def test_sgd_and_a_piece_of_a_parameter_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sgd_and_a_piece_of_a_parameter_too() -> None:
     expected, _ = trained("bf16", **SGD)
-    monkeypatch.setattr(module, "has_separate_memory", lambda device: True)
-    found, away = trained("bf16", **SGD, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    found, away = trained("bf16", **SGD, offloads=True, optimizer_offload_fraction=0.5)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     names = [segment.name for segment in away.segments]
     assert len(set(names)) == len(names) - 1, "one parameter is in both places"
 
 
-def test_loaded_weights_reach_masters_that_nobody_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "has_separate_memory", lambda device: True)
-    weights, optimizer = trained("fp32", **ADAM, optimizer_cpu_offload=True)
+def test_loaded_weights_reach_masters_that_nobody_saves() -> None:
+    weights, optimizer = trained("fp32", **ADAM, offloads=True)
     assert "master" not in {slot for slot, _, _ in optimizer.checkpoint_state()}
     for value in weights.values():
         value.fill_(3.0)
@@ -69,9 +62,8 @@ def test_loaded_weights_reach_masters_that_nobody_saves(monkeypatch: pytest.Monk
     assert all(bool((master == 3.0).all()) for master in optimizer.main_weights)
 
 
-def test_on_a_cpu_nothing_is_moved() -> None:
-    weights, optimizer = trained("fp32", **ADAM, optimizer_cpu_offload=True)
-    assert optimizer.cpu_offload is None and all(
-        master.data_ptr() == segment.data.data_ptr()
-        for master, segment in zip(optimizer.main_weights, optimizer.segments, strict=True)
-    )
+@pytest.mark.parametrize("separate_memory", [False, True])
+def test_on_a_cpu_nothing_is_moved(separate_memory: bool) -> None:
+    run = tiny.run_of(tiny.config(optimizer_cpu_offload=True, bf16=True))
+    optimizer = build_trainer(run, tiny.gpt, tiny.forward_step, separate_memory=separate_memory).optimizer
+    assert (optimizer.cpu_offload is not None) == separate_memory

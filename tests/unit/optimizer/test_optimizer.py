@@ -29,6 +29,7 @@ def optimizer_of(
     grad_dtype: torch.dtype = torch.float32,
     sharded: bool = False,
     kernel: AdamKernel = adamw_by_torch,
+    offloads: bool = False,
     **settings: Any,
 ) -> tuple[Any, Optimizer]:
     mesh = Mesh.single_process()
@@ -43,7 +44,8 @@ def optimizer_of(
         overlap_gather=False,
         average=False,
     )
-    return module, Optimizer([parallel], mesh, OptimizerConfig(**settings), precision, adamw=kernel)
+    config = OptimizerConfig(**settings)
+    return module, Optimizer([parallel], mesh, config, precision, adamw=kernel, offloads=offloads)
 
 
 def gradient(name: str, step: int) -> Tensor:
