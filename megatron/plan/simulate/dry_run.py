@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.plan.stages import stage_specs_of_run
@@ -46,6 +45,7 @@ from megatron.plan.simulate.memory import StorageTracker
 from megatron.plan.simulate.providers import PROVIDERS
 from megatron.plan.simulate.recorder import RecordedDualBatchThreads, StepRecorder
 from megatron.plan.simulate.scan_recorder import ScanRecorder
+from megatron.plan.simulate.torch_internals import FakeStore
 from megatron.plan.simulate.trace import DryRunResult, EventList, Trace
 from megatron.training.state.microbatches import BatchSchedule
 from megatron.training.state.run import RunContext
@@ -394,7 +394,7 @@ def _trace_in_fake_groups(
     mesh, ranks = mesh_with_fake_groups(lists, rank)
     recorder = fake_recorder(config, ranks, world)
     recorder.until = until
-    with world.mode, recorder, recorder.patched_torch():
+    with world.mode, recorder, recorder.following_fsdp2():
         trainer = make_recorded_trainer(config, mesh, recorder, varlen=varlen)
         enable_mixed_dtype_addmm(trainer)
         around = (

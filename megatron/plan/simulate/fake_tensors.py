@@ -18,14 +18,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatron.plan.simulate.recorder import OpFacts, StepRecorder, op_cost_facts, tensors_of
+from megatron.plan.simulate.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    fake_tensor_on,
+    finished_work,
+    num_results,
+    storage_key,
+    values_known_by_torch,
+    without_dispatch,
+    writes_into_inputs,
+)
 
 aten = torch.ops.aten
 _MOST_KNOWN = 1 << 21  # elements of a tensor whose values are kept
-_CPU = torch.device("cpu")
 _WHOLE = (torch.int64, torch.int32, torch.bool)
 _COUNTING = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _FROM_NOTHING = (*_COUNTING, aten.zeros.default, aten.ones.default, aten.full.default)
@@ -102,7 +110,7 @@ class FakeTensorRecorder(StepRecorder):
             return self._known_number(args[0], where), op_cost_facts(func, args, kwargs, None)
         if func is aten.randint.default:  # a seed, of which one is as good as another
             result, facts = self._fake_result_of(func, args, kwargs)
-            with torch._C._DisableTorchDispatch():
+            with without_dispatch():
                 result.known = torch.zeros(result.shape, dtype=result.dtype)
             return result, facts
         if not self.knows:
@@ -120,22 +128,22 @@ class FakeTensorRecorder(StepRecorder):
     def _attach_values(self, func: Any, args: tuple, result: Any, known: Any) -> None:
         """Attach the known values of results, and drop those of tensors that the operation changed in place."""
         if self._is_router_choice(func, args):
-            with torch._C._DisableTorchDispatch():
+            with without_dispatch():
                 result[1].known = self._fake_routing(result[1])
         elif func is aten.sort.stable and args[0].dim() == 1 and args[0].dtype.is_floating_point:
-            with torch._C._DisableTorchDispatch():  # one order is as good as another: numbers follow from none
+            with without_dispatch():  # one order is as good as another: numbers follow from none
                 result[1].known = torch.arange(args[0].numel())
         elif known is not None:
             for tensor, value in zip(tensors_of((result,)), tensors_of((known,)), strict=True):
                 _attach_fake_tensor_values(tensor, value if value.numel() <= _MOST_KNOWN else None)
-        elif func._schema.is_mutable:
+        elif writes_into_inputs(func):
             for tensor in tensors_of((result,)):
                 _attach_fake_tensor_values(tensor, None)
 
     def run_communication(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """As `StepRecorder`'s. All ranks make the same choices, so a gathered tensor repeats this rank's values."""
-        work = FakeWork().boxed()  # no data goes anywhere, and torch's own way compares lists of all tensors first
-        result = (args[0], work) if len(func._schema.returns) > 1 else work
+        work = finished_work()  # no data goes anywhere, and torch's own way compares lists of all tensors first
+        result = (args[0], work) if num_results(func) > 1 else work
         if self.knows:
             for tensor in tensors_of((args[0],)):
                 _attach_fake_tensor_values(tensor, None)
@@ -143,16 +151,16 @@ class FakeTensorRecorder(StepRecorder):
                 func is torch.ops.c10d._allgather_base_.default
                 and (known := getattr(args[1], "known", None)) is not None
             ):
-                with torch._C._DisableTorchDispatch():
+                with without_dispatch():
                     args[0].known = known.reshape(-1).repeat(args[0].numel() // args[1].numel()).view(args[0].shape)
         return result
 
     def _known_number(self, tensor: Tensor, where: str) -> Any:
         """Return the number that the step reads from a tensor. Raises `RuntimeError` if it depends on data."""
         known = getattr(tensor, "known", None)
-        known = _values_known_by_torch(tensor) if known is None else known
+        known = values_known_by_torch(tensor) if known is None else known
         if known is not None:
-            with torch._C._DisableTorchDispatch():
+            with without_dispatch():
                 return known.item()
         if tensor.dtype == torch.bool:
             return True
@@ -167,12 +175,12 @@ class FakeTensorRecorder(StepRecorder):
         if not inputs and not self._keeps_created_values(func, args, kwargs):
             return None
         if func in _LIKE and inputs[0].dtype in self._kept and inputs[0].numel() <= _MOST_KNOWN:
-            with torch._C._DisableTorchDispatch():
+            with without_dispatch():
                 value = args[1] if func is aten.full_like.default else _LIKE[func]
                 return torch.full(inputs[0].shape, value or 0, dtype=inputs[0].dtype)
         if any(getattr(tensor, "known", None) is None for tensor in inputs):
             return None
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             return func(
                 *_replace_fakes_by_known_values(args),
                 **{name: _replace_fakes_by_known_values((value,))[0] for name, value in kwargs.items()},
@@ -197,7 +205,7 @@ class FakeTensorRecorder(StepRecorder):
         inputs: list[Tensor] = []
         key = (func, _cache_key(args, inputs), _cache_key(tuple(kwargs.items()), inputs) if kwargs else ())
         plan = self.world.plans.get(key)
-        if plan is None or any(_values_known_by_torch(tensor) is not None for tensor in inputs):
+        if plan is None or any(values_known_by_torch(tensor) is not None for tensor in inputs):
             result = func(*args, **kwargs)
             facts = op_cost_facts(func, args, kwargs, result)
             if key not in self.world.plans and func not in _MAKES_CONSTANTS:
@@ -210,7 +218,7 @@ class FakeTensorRecorder(StepRecorder):
         """Return a fake tensor by its recipe, on new storage or on an input's."""
         if output.same:
             return inputs[output.of]
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             if output.of < 0:
                 tensor = torch.empty_strided(output.size, output.stride, dtype=output.dtype, device="meta")
             else:
@@ -219,21 +227,7 @@ class FakeTensorRecorder(StepRecorder):
                 tensor.set_(
                     source.untyped_storage(), source.storage_offset() + output.shift, output.size, output.stride
                 )
-        return self._fake(tensor)
-
-    def _fake(self, elem: Tensor) -> FakeTensor:
-        """What `FakeTensor` makes of a meta tensor, whose attributes are copied from one that torch made: its own way takes ten times as long."""
-        attributes = self.world.attributes
-        if not attributes:
-            made = FakeTensor(self.world.mode, elem, _CPU)
-            attributes.update(vars(made))
-            return made
-        made = Tensor._make_subclass(
-            FakeTensor, elem, elem.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU
-        )
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        vars(made).update(attributes)
-        return made
+        return fake_tensor_on(self.world.mode, tensor, self.world.attributes)
 
 
 def _cache_key(values: Any, inputs: list[Tensor]) -> tuple:
@@ -258,9 +252,9 @@ def _blueprint_of_result(result: Any, inputs: list[Tensor], facts: OpFacts) -> _
     values, outputs = tuple(result) if several else (result,), []
     behind = list(reversed(list(enumerate(inputs))))
     alike = {id(tensor): place for place, tensor in behind}
-    places = {tensor.untyped_storage()._cdata: place for place, tensor in behind}
+    places = {storage_key(tensor.untyped_storage()): place for place, tensor in behind}
     for value in values:
-        if value is not None and (not isinstance(value, FakeTensor) or value.constant is not None):
+        if value is not None and (not isinstance(value, FakeTensor) or values_known_by_torch(value) is not None):
             return None
         outputs.append(None if value is None else _blueprint_of_output(value, inputs, alike, places))
     return _FakeResultBlueprint(type(result) if several else None, tuple(outputs), facts)
@@ -273,7 +267,7 @@ def _blueprint_of_output(
     shape = tuple(value.shape), value.stride(), value.dtype
     if id(value) in alike:
         return _FakeTensorBlueprint(*shape, alike[id(value)], same=True)
-    place = places.get(value.untyped_storage()._cdata, -1)
+    place = places.get(storage_key(value.untyped_storage()), -1)
     return _FakeTensorBlueprint(
         *shape, place, 0 if place < 0 else int(value.storage_offset() - inputs[place].storage_offset())
     )
@@ -282,11 +276,6 @@ def _blueprint_of_output(
 def _attach_fake_tensor_values(tensor: Any, value: Tensor | None) -> None:
     """Attach the known values of a fake tensor; None: unknown."""
     tensor.known = value
-
-
-def _values_known_by_torch(tensor: Any) -> Tensor | None:
-    """Return the values that torch itself knows of a fake tensor."""
-    return tensor.constant
 
 
 def _replace_fakes_by_known_values(args: Any) -> list[Any]:

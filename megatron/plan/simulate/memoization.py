@@ -24,14 +24,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import Function, Variable
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.autograd import Function
 
 from megatron.core.transformer.context.forward_context import MicrobatchContext
 from megatron.plan.simulate.fake_tensors import ROUNDS, FakeTensorRecorder
 from megatron.plan.simulate.memory import AllocationTrace, StorageLifetime
+from megatron.plan.simulate.torch_internals import (
+    FakeTensor,
+    call_after_backward,
+    is_python_node,
+    tree_map,
+    tree_map_only,
+    without_dispatch,
+    without_modes,
+)
 from megatron.plan.simulate.trace import StepEvent
 
 _SAME_IN_TWO_PASSES = attrgetter(
@@ -295,7 +301,7 @@ class MicrobatchMemo:
             waiting.gradients[id(life)] = which
         if waiting.start is None:
             waiting.start, waiting.before = self._counters_at_start(), self._metric_lives(waiting.microbatch_context)
-            Variable._execution_engine.queue_callback(partial(self._on_backward_end, waiting, forward))
+            call_after_backward(partial(self._on_backward_end, waiting, forward))
 
     def _on_backward_end(self, waiting: _PendingBackward, forward: _RecordedPass) -> None:
         """Autograd callback at the end of a stage's backward pass: record it. Raises `TraceMismatch`."""
@@ -354,7 +360,7 @@ class MicrobatchMemo:
             int(tensor.storage_offset()),
             tensor.dtype,
             tensor.requires_grad,
-            not isinstance(tensor.grad_fn, torch._C._FunctionBase),
+            not is_python_node(tensor.grad_fn),
         )
 
     def _metric_lives(self, microbatch_context: MicrobatchContext) -> dict[int, tuple[str, str]]:
@@ -403,7 +409,7 @@ class MicrobatchMemo:
         waiting = _PendingBackward(stage, number, microbatch_context, asking, lives, held=held, copied=made)
         del made
         outputs = _ReplayedPass.apply(self, waiting, self._grad_anchor(), *(reference() for reference in asking))
-        with _disable_current_modes():
+        with without_modes():
             forwarded = [
                 torch.ops.aten.alias(tensor) if shape.requires_grad and shape.plain else tensor
                 for tensor, shape in zip(outputs, shapes)
@@ -461,7 +467,7 @@ class MicrobatchMemo:
         self, life: StorageLifetime, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
     ) -> Tensor:
         """Return a fake tensor in the storage of a lifetime, which ends when the tensor is freed."""
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             memory = torch.empty(life.size, dtype=torch.uint8, device="meta").untyped_storage()
             tensor = torch.empty(0, dtype=dtype, device="meta").set_(memory, offset, size, stride)
         made = FakeTensor(self.recorder.world.mode, tensor, torch.device("cpu"))
@@ -470,7 +476,7 @@ class MicrobatchMemo:
 
     def _grad_anchor(self) -> Tensor:
         """Return a tensor that makes the graph of a first stage require gradients although none of its inputs does."""
-        with torch._C._DisableTorchDispatch():
+        with without_dispatch():
             tensor = torch.empty((), device="meta")
         return FakeTensor(self.recorder.world.mode, tensor, torch.device("cpu")).requires_grad_()
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, UntypedStorage
 
+from megatron.plan.simulate.torch_internals import storage_key
 from megatron.plan.simulate.trace import KINDS, TOGETHER, MemoryByKind
 
 _FOREVER = 1 << 62
@@ -106,27 +107,27 @@ class StorageTracker:
         elsewhere: it is in host memory, and counts as 0 bytes.
         """
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._open:
+        if storage_key(storage) not in self._open:
             self._end_lifetime_when_freed(self._begin_lifetime(0 if elsewhere else storage.nbytes()), storage)
             if elsewhere:
-                self._open[storage._cdata][0].elsewhere = True
+                self._open[storage_key(storage)][0].elsewhere = True
 
     def track_resize(self, storage: UntypedStorage) -> None:
         """Note that FSDP2 has freed or reallocated a storage of gathered weights."""
-        if storage._cdata not in self._open:
+        if storage_key(storage) not in self._open:
             return
-        life, reference = self._open[storage._cdata]
+        life, reference = self._open[storage_key(storage)]
         if life.size != storage.nbytes():
             life.kind = "weights"
             self._end_lifetime(life)
             life = self._begin_lifetime(storage.nbytes())
             life.kind = "weights"
-            self._open[storage._cdata] = life, reference
+            self._open[storage_key(storage)] = life, reference
 
     def lifetime_of(self, tensor: Tensor) -> StorageLifetime:
         """Return the lifetime of the storage of a tensor (any shape)."""
         self.track(tensor)
-        return self._open[tensor.untyped_storage()._cdata][0]
+        return self._open[storage_key(tensor.untyped_storage())][0]
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Set the kind of the storages of these tensors (any shape), unless they have one."""
@@ -138,7 +139,7 @@ class StorageTracker:
         """Count the storage of a tensor (any shape) as 0 bytes from now on: of a parameter that is on the meta device."""
         life, storage = self.lifetime_of(tensor), tensor.untyped_storage()
         self._end_lifetime(life)
-        self._open[storage._cdata] = self._begin_lifetime(0), self._open[storage._cdata][1]
+        self._open[storage_key(storage)] = self._begin_lifetime(0), self._open[storage_key(storage)][1]
 
     def begin_peak_measurement(self) -> None:
         """Start to measure the peak."""
@@ -273,7 +274,7 @@ class StorageTracker:
 
     def find_lifetime(self, tensor: Tensor) -> StorageLifetime | None:
         """Return the lifetime of the storage of a tensor (any shape); None if it was never counted."""
-        return self._open.get(tensor.untyped_storage()._cdata, (None,))[0]
+        return self._open.get(storage_key(tensor.untyped_storage()), (None,))[0]
 
     def attach_lifetime(self, life: StorageLifetime, tensor: Tensor) -> None:
         """Let a replayed lifetime end when the storage of this tensor (any shape) is freed."""
@@ -284,7 +285,7 @@ class StorageTracker:
 
         the caller ends the returned lifetime explicitly.
         """
-        return self._open.pop(tensor.untyped_storage()._cdata)[0]
+        return self._open.pop(storage_key(tensor.untyped_storage()))[0]
 
     def end_lifetimes(self, lives: Iterable[StorageLifetime]) -> None:
         """End lifetimes that no storage is attached to."""
@@ -293,7 +294,7 @@ class StorageTracker:
 
     def _end_lifetime_when_freed(self, life: StorageLifetime, storage: UntypedStorage) -> None:
         """Let a lifetime end when this storage is freed."""
-        key = storage._cdata
+        key = storage_key(storage)
         self._open[key] = life, weakref.ref(storage, lambda _: self._end_lifetime(self._open.pop(key)[0]))
 
     def _log_clock_tick(self, life: StorageLifetime) -> None:

@@ -61,7 +61,7 @@ def _trace_in_fake_groups(
     stage = StageSpec(0, 1, 0, 0, tuple(layers), has_embedding=True, has_output=True, has_mtp=True)
     recorder = fake_recorder(config, ranks, world)
     recorder.until = until
-    with world.mode, recorder, recorder.patched_torch():
+    with world.mode, recorder, recorder.following_fsdp2():
         trainer = make_recorded_trainer(config, mesh, recorder, varlen=varlen, specs=(stage,))
         enable_mixed_dtype_addmm(trainer)
         if recorder.shared:

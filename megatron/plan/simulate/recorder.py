@@ -20,16 +20,19 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FakeWork
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from megatron.core.parallel.overlap import DualBatchThreads
 from megatron.plan.simulate.memory import StorageTracker
 from megatron.plan.simulate.source_lines import ALLOCATES_IN_HOST_MEMORY, SourceLocator, called_by_fsdp2, role_of
+from megatron.plan.simulate.torch_internals import (
+    RecordingMode,
+    finished_work,
+    fsdp2_on_one_rank,
+    operation_of,
+    wait_for,
+)
 from megatron.plan.simulate.trace import TOGETHER, EventList, StepEvent
 
 # c10d's operations: our name, place of the group among the arguments, of what is sent, and of what comes.
@@ -61,14 +64,14 @@ class OpFacts:
 def op_cost_facts(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> OpFacts:
     """Compute FLOPs, bytes moved, shape and dtypes of an operation from its arguments and its result."""
     made = tuple(tensors_of((result,)))
-    count = flop_registry.get(func._overloadpacket)
+    count = flop_registry.get(operation_of(func))
     # Torch's formulas know of no product into another format.
     shaped = [arg for arg in args if not isinstance(arg, torch.dtype)]
     flops = 0 if count is None else int(count(*shaped, **kwargs, out_val=result))
     moved = 0 if func.is_view else sum(tensor.numel() * tensor.itemsize for tensor in (*tensors_of(args), *made))
     first = made[0] if made else None
     return OpFacts(
-        str(func._overloadpacket),
+        str(operation_of(func)),
         flops,
         moved,
         () if first is None else tuple(first.shape),
@@ -93,7 +96,7 @@ def balanced_expert_choice(tokens: int, each: int, experts: int) -> Tensor:
     return (torch.arange(tokens * each) % experts).view(tokens, each)
 
 
-class StepRecorder(TorchDispatchMode):
+class StepRecorder(RecordingMode):
     """Torch dispatch mode that records the operations of a step; used as a context manager.
     ranks: name of a process group -> its global ranks. choices: (experts, experts chosen by a token) of a network with
     routers. axis: mesh axis of the next collective; consumer: the action that the next message is for. memory: tracks
@@ -116,10 +119,6 @@ class StepRecorder(TorchDispatchMode):
     def modes(self) -> tuple[AbstractContextManager[Any], ...]:
         """The modes of a recorded step, the outermost first."""
         return (self,)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the wrapper that torch would put around costs more than the rest
 
     def begin_action(self, action: str) -> None:
         """Start another action of the schedule, or another phase."""
@@ -202,15 +201,15 @@ class StepRecorder(TorchDispatchMode):
         The backend gets copies and is waited for at once, since it keeps temporary buffers, and threads that hold tensors for some time after the
         work is done, which are not part of the step. Point-to-point messages have no such threads.
         """
-        if func._overloadpacket.__name__ in ("send", "recv_"):
+        if operation_of(func).__name__ in ("send", "recv_"):
             return func(*args, **kwargs)
         copies = [_copy_tensors(value) for value in args]
         result = func(*copies, **kwargs)
         works = result[1] if isinstance(result, tuple) else result
-        dist.Work.unbox(works).wait()
+        wait_for(works)
         for tensor, copy in zip(tensors_of((args[0],)), tensors_of((copies[0],)), strict=True):
             tensor.copy_(copy)
-        done = FakeWork().boxed()
+        done = finished_work()
         return (args[0], done) if isinstance(result, tuple) else done
 
     def _fake_routing(self, chosen: Tensor) -> Tensor:
@@ -231,7 +230,7 @@ class StepRecorder(TorchDispatchMode):
     def _record_communication(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Record a collective or message."""
         where, module = self._locator.location(sys._getframe(1), self.module)
-        name, group_at, input_at, output_at = _COLLECTIVES[func._overloadpacket.__name__]
+        name, group_at, input_at, output_at = _COLLECTIVES[operation_of(func).__name__]
         group = dist.ProcessGroup.unbox(args[group_at])
         axis, ranks = self.axis, self.ranks.get(group.group_name) or tuple(range(group.size()))
         if group.group_name in self.shared and called_by_fsdp2(sys._getframe(2)):  # of which no trail is told
@@ -274,27 +273,14 @@ class StepRecorder(TorchDispatchMode):
                 life.kind = "activations" if axis == "pp" else "communication"
 
     @contextmanager
-    def patched_torch(self) -> Iterator[None]:
-        """Within: patch FSDP2, of which operations do not show all effects.
-        - It resizes storages when it gathers and frees layers.
-        - It compares device meshes and sharded parameters on real ranks; both comparisons are answered here.
-        """
-        resize, from_group = torch.UntypedStorage.resize_, DeviceMesh.from_group
+    def following_fsdp2(self) -> Iterator[None]:
+        """Within: what FSDP2 does to storages is tracked, of which operations do not show all."""
 
-        def resize_and_track(storage: torch.UntypedStorage, size: int) -> None:
-            resize(storage, size)
+        def track_resized(storage: torch.UntypedStorage) -> None:
             if self.shared:
                 self.memory.track_resize(storage)
 
-        def make_device_mesh_unrecorded(*args: Any, **options: Any) -> DeviceMesh:
-            with _disable_current_modes():
-                return from_group(*args, **options)
-
-        with (
-            _patched_attribute(torch.UntypedStorage, "resize_", resize_and_track),
-            _patched_attribute(DeviceMesh, "from_group", staticmethod(make_device_mesh_unrecorded)),
-            _patched_attribute(FSDPParam, "reset_sharded_param", lambda param: None),
-        ):
+        with fsdp2_on_one_rank(track_resized):
             yield
 
     @contextmanager
@@ -347,20 +333,6 @@ class RecordedDualBatchThreads(DualBatchThreads):
         action, module = self._recorder.action, self._recorder.module
         super().switch()
         self._recorder.resume_action(action, module)
-
-
-@contextmanager
-def _patched_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a class while this is open."""
-    plain, is_own = owner.__dict__.get(name), name in owner.__dict__
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, plain)
-        else:
-            delattr(owner, name)
 
 
 def _copy_tensors(value: Any) -> Any:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core.kernels.choice.table import Kernels
 from megatron.core.kernels.ops.reference import accumulation_dtype_of
 from megatron.core.kernels.state_space import scans
 from megatron.core.parallel.offload import disable_activation_offload
 from megatron.plan.simulate.recorder import StepRecorder, dtype_name
+from megatron.plan.simulate.torch_internals import storage_key, without_modes
 from megatron.plan.simulate.trace import EventList, RecordedScanEvents, StepEvent
 
 Scan = Callable[..., tuple[Tensor, Tensor]]
@@ -133,7 +133,7 @@ class ScanRecorder:
         }
         key = kind.name, *shapes.values(), documents, given, last
         if key not in self.known:
-            with _disable_current_modes(), disable_activation_offload(), torch.enable_grad():
+            with without_modes(), disable_activation_offload(), torch.enable_grad():
                 made = {
                     name: torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
                     for name, (shape, dtype) in shapes.items()
@@ -174,7 +174,7 @@ def _run_and_measure_scan_pass(
     before = memory.live
     memory.begin_peak_measurement()
     results = run()
-    made = sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in results}.values())
+    made = sum({storage_key(each.untyped_storage()): each.untyped_storage().nbytes() for each in results}.values())
     return results, ScanPassCost(RecordedScanEvents(tuple(recorder.events)), max(0, memory.peak - before - made))
 
 

@@ -22,6 +22,7 @@ from megatron.core.kernels.ops import chunked_attention, fused, linear_loss
 from megatron.core.parallel import collectives, device, flight_recorder, recompute
 from megatron.core.pipeline_parallel import executor
 from megatron.core.tensor_parallel import cross_entropy
+from megatron.plan.simulate.torch_internals import newest_node_number, running_node_number
 from megatron.plan.simulate.trace import SourceRole
 
 ROOT = Path(__file__).parents[3]  # as the frames of this package name it: not resolved
@@ -96,15 +97,15 @@ class SourceLocator:
         if frame is None:
             return "", module
         if any(one.includes(file) for one in _STARTS_BACKWARD):
-            node = torch._C._current_autograd_node()
-            if node is not None and (made := self._nodes.get(node._sequence_nr())) is not None:
+            node = running_node_number()
+            if node is not None and (made := self._nodes.get(node)) is not None:
                 return made
         key = frame.f_code, frame.f_lineno
         if key not in self._lines:
             self._lines[key] = f"{file}:{frame.f_lineno}"
         place = self._lines[key], module
         if torch.is_grad_enabled():
-            self._nodes[torch.autograd._get_sequence_nr() - 1] = place
+            self._nodes[newest_node_number()] = place
         return place
 
     def _project_file(self, code: CodeType) -> str:

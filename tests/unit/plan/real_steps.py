@@ -21,7 +21,7 @@ def real_trace(config: RunConfig, mesh: Mesh) -> Trace:
     recorder = StepRecorder(
         {axis.group.group_name: axis.ranks for axis in axes if axis.group is not None}, num_experts_and_topk(config)
     )
-    with _without_garbage_collection(), recorder, recorder.patched_torch():
+    with _without_garbage_collection(), recorder, recorder.following_fsdp2():
         return record_train_step(make_recorded_trainer(config, mesh, recorder), recorder)
 
 
