@@ -306,7 +306,7 @@ def _operation_seconds(event: StepEvent, config: RunConfig, hardware: Hardware) 
     dtype = dtype if dtype in hardware.peak else config.precision.param_dtype_name
     if hardware.fused and event.role in ATTENTION_ROLES and not ATTENTION.search(event.name):
         # A fused kernel that the machine has and the dry run's CPU has not: its products, and none of the passes between them.
-        met = 1.0 if event.role == "attention in chunks" else _attended_share(config)
+        met = 1.0 if event.role == "attention in chunks" else config.model.architecture.attended_share
         return hardware.attention_seconds(
             event.flops * met, config.precision.param_dtype_name, backward=event.action.startswith("B")
         )
@@ -348,14 +348,17 @@ def _attention_flops(event: StepEvent, config: RunConfig) -> float:
     torch counts all keys, and does not count its CPU kernel, which is counted here from its output's shape [b, n, s, d], with as many keys as queries.
     """
     if event.flops:
-        return event.flops * _attended_share(config)
+        return event.flops * config.model.architecture.attended_share
     batch, heads, length, width = (event.shape + (1,) * 4)[:4]
-    return _attended_share(config) * 4 * batch * heads * length**2 * width * (2.5 if "backward" in event.name else 1.0)
-
-
-def _attended_share(config: RunConfig) -> float:
-    """Return the share of keys that a query attends to."""
-    return 0.5 if config.model.architecture.is_decoder_only else 1.0
+    return (
+        config.model.architecture.attended_share
+        * 4
+        * batch
+        * heads
+        * length**2
+        * width
+        * (2.5 if "backward" in event.name else 1.0)
+    )
 
 
 def tensor_bytes_of_event(event: StepEvent) -> float:

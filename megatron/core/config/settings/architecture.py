@@ -17,6 +17,7 @@ class Architecture:
     dataset: ClassVar[str] = "gpt"  # a row of `datasets.kinds.KINDS`
     # Attention of every layer is causal, and the batches of pretraining are full of tokens.
     is_decoder_only: ClassVar[bool] = True
+    attended_share: ClassVar[float] = 0.5  # of all keys, that a query sees on average
     is_encoder_decoder: ClassVar[bool] = False  # two stacks, of which the second reads the output of the first
     predicts_masked_words: ClassVar[bool] = False
     classifies_images: ClassVar[bool] = False  # it reads no text
@@ -44,7 +45,7 @@ class Bert(Architecture):
 
     name, title, dataset = "bert", "a BERT", "bert"
     layers = ("encoder.layers", "encoder.layers")
-    is_decoder_only, predicts_masked_words = False, True
+    is_decoder_only, attended_share, predicts_masked_words = False, 1.0, True
 
 
 class T5(Architecture):
@@ -52,7 +53,7 @@ class T5(Architecture):
 
     name, title, dataset = "t5", "a T5", "t5"
     layers = ("encoder.layers", "decoder.layers")
-    is_decoder_only, is_encoder_decoder = False, True
+    is_decoder_only, attended_share, is_encoder_decoder = False, 1.0, True
 
 
 class ImageClassifier(Architecture):
@@ -60,7 +61,7 @@ class ImageClassifier(Architecture):
 
     name, title, dataset = "vit", "an encoder of images", "vision_classify"
     layers = ("vision_model.encoder.layers", "vision_model.encoder.layers")
-    is_decoder_only, classifies_images = False, True
+    is_decoder_only, attended_share, classifies_images = False, 1.0, True
 
 
 GPT, VIT = Architecture(), ImageClassifier()
