@@ -134,26 +134,30 @@ def training_state_bytes_per_param(config: RunConfig, data_parallel_size: int = 
 
 
 def owned_bytes_per_parameter(config: RunConfig) -> float:
-    """Return the bytes of main weights and moments per parameter on its owner; Muon, Adafactor: per matrix element.
+    """Return the bytes of main weights and moments per parameter on its owner; Muon, SOAP, Adafactor: per matrix element.
 
     State that --optimizer-cpu-offload moves to the CPU is included.
     """
     rule = _update_rule(config, 0)
     has_master = BYTES[config.precision.param_dtype_name] < 4 and not config.parallel.use_torch_fsdp2
-    return 4.0 * (has_master and rule.uses_main_weights) + rule.state_bytes_per_element(
-        config, _mean_sides(config.model)
-    )
+    return 4.0 * (has_master and rule.uses_main_weights) + rule.state_bytes_per_element(config, *_matrix_sizes(config))
+
+
+def _matrix_sizes(config: RunConfig, *, experts: bool = False) -> tuple[float, int]:
+    """Return (sides, tensor_ranks) of the layers' matrices without those of experts, or of these alone, for update rules."""
+    split = WeightShardCounts.from_parallel(config.parallel)
+    return _mean_sides(config.model, experts), split.widths if experts else split.tensor
 
 
 @lru_cache(maxsize=64)
-def _mean_sides(model: ModelConfig) -> float:
-    """Return m/n + n/m of the layers' matrices m x n, on average over their elements; parts of fused ones by themselves."""
+def _mean_sides(model: ModelConfig, experts: bool) -> float:
+    """Return m/n + n/m of matrices m x n, on average over their elements; parts of fused ones by themselves."""
     elements = squares = 0
     for plan in network_layer_plans(model):
         for path, shape in linear_shapes_of_layer(model, plan).items():
-            count = (model.moe.num_experts or 1) if path.startswith(EXPERTS[1:]) else 1
-            elements += count * sum(rows * shape.inputs for _, rows in shape.parts)
-            squares += count * sum(rows**2 + shape.inputs**2 for _, rows in shape.parts)
+            if path.startswith(EXPERTS[1:]) == experts:
+                elements += sum(rows * shape.inputs for _, rows in shape.parts)
+                squares += sum(rows**2 + shape.inputs**2 for _, rows in shape.parts)
     return squares / elements if elements else 2.0
 
 
@@ -209,10 +213,12 @@ def estimate_memory_by_pipeline_rank(
             )
         )
         state += frozen_weight_bytes(config, held - trained)
-        # Other parameters than matrices may have another rule.
-        of_matrices, of_rest = (
-            _update_rule(config, at).state_bytes_per_element(config, _mean_sides(config.model)) for at in (0, -1)
+        # Matrices of experts are divided over other ranks, and other parameters than matrices may have another rule.
+        of_matrices, of_experts, of_rest = (
+            _update_rule(config, at).state_bytes_per_element(config, *_matrix_sizes(config, experts=experts))
+            for at, experts in ((0, False), (0, True), (-1, False))
         )
+        state += trained.experts * (of_experts - of_matrices) / _num_optimizer_shards(config, expert_replicas)
         state += trained.rest * (of_rest - of_matrices) / _num_optimizer_shards(config, replicas)
         stages_memory.append(
             RankMemory(

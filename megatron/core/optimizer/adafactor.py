@@ -160,7 +160,7 @@ class Adafactor(UpdateRule):
         )
 
     @classmethod
-    def state_bytes_per_element(cls, config: RunConfig, sides: float) -> float:
+    def state_bytes_per_element(cls, config: RunConfig, sides: float, tensor_ranks: int) -> float:
         """See the base class. A number for each row and each column is next to nothing."""
         return 0.0
 

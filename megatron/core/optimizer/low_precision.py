@@ -60,7 +60,7 @@ class LowPrecisionAdam(UpdateRule):
         }
 
     @classmethod
-    def state_bytes_per_element(cls, config: RunConfig, sides: float) -> float:
+    def state_bytes_per_element(cls, config: RunConfig, sides: float, tensor_ranks: int) -> float:
         """See the base class."""
         precision, main = config.precision, 0.0
         if (precision.bf16 or precision.fp16) and not config.parallel.use_torch_fsdp2:

@@ -116,10 +116,10 @@ class UpdateRule(ABC):
             settings["weight_decay"] = weight_decay if group.decays else 0.0
 
     @classmethod
-    def state_bytes_per_element(cls, config: RunConfig, sides: float) -> float:
+    def state_bytes_per_element(cls, config: RunConfig, sides: float, tensor_ranks: int) -> float:
         """Return the bytes of state per element of a matrix, on its owner; with the main weight if not `uses_main_weights`.
 
-        sides: m/n + n/m of the network's matrices m x n, on average over their elements.
+        sides: m/n + n/m of matrices m x n, on average over their elements. tensor_ranks: how many ranks share one.
         """
         return len(cls.slots) * (8.0 if config.precision.fp64 else 4.0)
 

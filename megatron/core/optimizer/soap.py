@@ -66,9 +66,9 @@ class Soap(WholeMatrixRule):
         }
 
     @classmethod
-    def state_bytes_per_element(cls, config: RunConfig, sides: float) -> float:
+    def state_bytes_per_element(cls, config: RunConfig, sides: float, tensor_ranks: int) -> float:
         """See the base class. Every tensor rank keeps the state of whole matrices."""
-        return config.parallel.tp * (8.0 if config.precision.fp64 else 4.0) * (2.0 + 2.0 * sides)
+        return tensor_ranks * (8.0 if config.precision.fp64 else 4.0) * (2.0 + 2.0 * sides)
 
     def _initial_state(self, task: MatrixTask) -> dict[str, Tensor]:
         """Return the state before the first step: moments of zero; factors and bases are identities."""

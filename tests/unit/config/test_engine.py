@@ -174,7 +174,7 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("update-rule", 1, {"optimizer": "muon", "muon_momentum": 1.0, "muon_num_ns_steps": 0, "muon_extra_scale_factor": 0.0},
      ("--muon-momentum 1", "give 5", "must be above 0")),
     ("update-rule", 1, {"optimizer": "muon", "optimizer_cpu_offload": True}, ("no work for a CPU", "choose adam")),
-    ("update-rule", 1, {"optimizer": "soap", "soap_shampoo_beta": 1.0, "optimizer_cpu_offload": True}, ("--soap-shampoo-beta 1", "Soap's")),
+    ("update-rule", 1, {"optimizer": "soap", "soap_shampoo_beta": 1.0, "optimizer_cpu_offload": True}, ("--soap-shampoo-beta 1", "of --optimizer soap")),
     ("no-effect", 1, {"soap_shampoo_beta": 0.9}, ("--soap-shampoo-beta 0.9 has no effect; give --optimizer soap",)),
     ("no-effect", 1, {"adafactor_decay_rate": 0.5}, ("--adafactor-decay-rate 0.5 has no effect; give --optimizer adafactor",)),
     ("update-rule", 1, {"optimizer": "adafactor", "adafactor_min_rms": 0.0, "optimizer_cpu_offload": True}, ("must be above 0", "choose adam")),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.config.settings.optim import OptimizerConfig, PrecisionConfig
+from megatron.core.config.plan.stages import stage_specs_of_run
+from megatron.core.config.settings.optim import BYTES, OptimizerConfig, PrecisionConfig
 from megatron.core.distributed.ddp import DataParallel
-from megatron.core.models.flops import owned_bytes_per_parameter
+from megatron.core.models.flops import estimate_memory_by_pipeline_rank, owned_bytes_per_parameter
 from megatron.core.optimizer import soap
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.optimizer.soap import RIDGE, Soap, SoapState, rotated_basis, soap_update, with_ridge
@@ -23,6 +26,7 @@ from megatron.core.parallel.spec import (
     set_global_param_names,
 )
 from tests.helpers import tiny
+from tests.helpers.world import Worlds
 
 RATE, DECAY = 1e-2, 0.1
 CONFIG = OptimizerConfig(optimizer="soap", clip_grad=0.0)
@@ -178,7 +182,7 @@ def test_the_size_of_gradients_does_not_matter() -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("changes", [{}, {"swiglu": True, "num_experts": 4, "bf16": True}])
+@pytest.mark.parametrize("changes", [{}, {"swiglu": True, "bf16": True}])
 def test_the_estimate_of_memory_is_what_matrices_hold(changes: dict[str, object]) -> None:
     trainer = tiny.trainer_of(tiny.run_of(tiny.config(optimizer="soap", **changes)))
     config = trainer.run.config
@@ -189,3 +193,41 @@ def test_the_estimate_of_memory_is_what_matrices_hold(changes: dict[str, object]
         segment.high - segment.low for segment in trainer.optimizer.segments if segment.spec.kind == "matrix"
     )
     assert sum(of_matrices) / elements == pytest.approx(owned_bytes_per_parameter(config) - masters, rel=0.02)
+
+
+def held_and_estimated(changes: dict[str, Any]) -> tuple[int, float]:
+    """Bytes of the optimizer's state on this rank: those of its tensors, and the estimate."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    config = tiny.config(ranks, optimizer="soap", **changes)
+    trainer = tiny.trainer_of(tiny.run_of(config))
+    (memory,) = estimate_memory_by_pipeline_rank(
+        config,
+        stage_specs_of_run(config),
+        data_parallel_size=config.parallel.data_parallel_size(ranks),
+        num_microbatches=1,
+    )
+    number = BYTES[config.precision.param_dtype_name] + BYTES[config.precision.gradient_dtype_name]
+    held = sum(tensor.nbytes for tensor in trainer.optimizer.storage_tensors())
+    return held, memory.weights_and_optimizer - number * memory.parameters
+
+
+EXPERTS: dict[str, Any] = {
+    "swiglu": True,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 96,
+    "add_bias_linear": False,
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+@pytest.mark.parametrize("tp, ep, etp", [(1, 1, 1), (2, 2, 1), (2, 1, 2), (1, 1, 2)])
+def test_experts_count_by_the_tensor_ranks_that_share_them(world: Worlds, tp: int, ep: int, etp: int) -> None:
+    layout = {
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": tp > 1,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+        "bf16": etp == 2,
+    }
+    for held, estimated in world(max(tp, ep * etp)).run(held_and_estimated, {**EXPERTS, **layout}):
+        assert held == pytest.approx(estimated, rel=0.01)

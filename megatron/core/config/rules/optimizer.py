@@ -13,8 +13,8 @@ from megatron.core.config.settings.optim import OptimizerConfig
 def _optimizer_offload_problems(config: OptimizerConfig) -> Iterator[str]:
     """Yield problems of --optimizer-cpu-offload."""
     if config.optimizer_cpu_offload and config.updates_whole_matrices:
-        rule = config.update_rules[0].capitalize()
-        yield f"--optimizer-cpu-offload: {rule}'s products of matrices are no work for a CPU; leave it out, or choose adam"
+        rule = f"--optimizer {config.optimizer}"
+        yield f"--optimizer-cpu-offload: the products of matrices of {rule} are no work for a CPU; leave it out, or choose adam"
     if config.optimizer_cpu_offload and config.optimizer == "adafactor":
         yield "--optimizer-cpu-offload moves moments, and --optimizer adafactor keeps next to none; leave it out, or choose adam"
     if not 0.0 <= config.optimizer_offload_fraction <= 1.0:
