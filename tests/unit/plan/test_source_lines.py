@@ -47,10 +47,7 @@ def heads() -> tuple[Tensor, Tensor, Tensor]:
     return numbers(4, 1, 2, 8), numbers(4, 1, 2, 8), numbers(4, 1, 2, 8)
 
 
-def matmul_of_8_bits() -> None:
-    """Multiply two matrices that are quantized."""
-    left, right = (quantize_per_block(torch.ones(32, 32), E4M3, (1, 32)) for _ in range(2))
-    emulated_quantized_matmul(left, right, torch.float32)
+EIGHT_BITS = quantize_per_block(torch.ones(32, 32), E4M3, (1, 32))
 
 
 PLANTED: dict[str, tuple[SourceRole, str, Callable[[], object]]] = {
@@ -80,7 +77,16 @@ PLANTED: dict[str, tuple[SourceRole, str, Callable[[], object]]] = {
             VocabularyShard(0, 16, None, partial(collectives.all_gather, axis=Axis("tp"))),
         ),
     ),
-    "product of 8 bits": ("emulated product", "aten.mm", matmul_of_8_bits),
+    "product of 8 bits": (
+        "emulated product",
+        "aten.mm",
+        lambda: emulated_quantized_matmul(EIGHT_BITS, EIGHT_BITS, torch.float32),
+    ),
+    "values of 8 bits taken back": (
+        "emulated product",
+        "aten._to_copy",
+        lambda: emulated_quantized_matmul(EIGHT_BITS, EIGHT_BITS, torch.float32),
+    ),
 }
 
 
