@@ -135,10 +135,10 @@ def resolve_setup_or_exit(options: argparse.Namespace, words: Sequence[str]) -> 
 
 
 def make_dry_runner(hardware: Hardware, *, until: float = math.inf) -> DryRunner:
-    """Return the dry run function, which needs torch, with the document attention that this hardware has. until: see `dry_run`."""
+    """Return the dry run function, which needs torch, with the kernels that this hardware has. until: see `dry_run`."""
     from megatron.plan.simulate.dry_run import dry_run
 
-    return partial(dry_run, varlen=hardware.fused, until=until)
+    return partial(dry_run, on_gpu=hardware.fused, until=until)
 
 
 def make_layer_estimator(hardware: Hardware, passes: int, *, until: float) -> LayerEstimator:
@@ -147,7 +147,7 @@ def make_layer_estimator(hardware: Hardware, passes: int, *, until: float) -> La
     """
     from megatron.plan.simulate.one_microbatch import layer_runner
 
-    profiler = LayerProfiler(hardware, layer_runner(varlen=hardware.fused, until=until))
+    profiler = LayerProfiler(hardware, layer_runner(on_gpu=hardware.fused, until=until))
 
     def estimate_from_layers(config: RunConfig, world_size: int) -> AnalyticEstimate | None:
         if not can_profile(config):

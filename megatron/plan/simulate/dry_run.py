@@ -44,7 +44,7 @@ from megatron.plan.simulate.memoization import MicrobatchMemo, TraceMismatch
 from megatron.plan.simulate.memory import StorageTracker
 from megatron.plan.simulate.providers import PROVIDERS
 from megatron.plan.simulate.recorder import RecordedDualBatchThreads, StepRecorder
-from megatron.plan.simulate.scan_recorder import ScanRecorder
+from megatron.plan.simulate.scan_recorder import KINDS, ScanRecorder
 from megatron.plan.simulate.torch_internals import FakeStore
 from megatron.plan.simulate.trace import DryRunResult, EventList, Trace
 from megatron.training.state.microbatches import BatchSchedule
@@ -109,11 +109,12 @@ def make_recorded_trainer(
     mesh: Mesh,
     recorder: StepRecorder,
     *,
-    varlen: bool = False,
+    on_gpu: bool = False,
     specs: tuple[StageSpec, ...] | None = None,
 ) -> Trainer:
     """Build a trainer as every run does, with a flight recorder that reports to `recorder`.
-    varlen: attend to documents as a GPU's varlen kernel does, if the run would use it. specs: as for `build_trainer`.
+    on_gpu: attend to documents as a GPU's varlen kernel does, and scan by kernels for GPUs, if the run would use them.
+    specs: as for `build_trainer`.
     """
     shared: dict[str, Any] = {
         "flight_recorder": _ForwardingFlightRecorder(recorder),
@@ -129,10 +130,11 @@ def make_recorded_trainer(
     if wishes["cross_entropy"] == "auto":
         wishes["cross_entropy"] = "native"  # as on the GPUs of the plan, which must not be promised too little memory
     kernels = select_kernels(need, supported_kernel_requests(need, wishes))
-    if varlen and uses_varlen_attention(config):
+    if on_gpu and uses_varlen_attention(config):
         kernels = replace(kernels, attention=partial(_attend_to_whole_rows, kernels.attention))
     if isinstance(recorder, FakeTensorRecorder):
-        kernels = ScanRecorder(recorder, recorder.world.scans).replace_scans_with_recorded(kernels)
+        fused = fused_scans_of_run(config) if on_gpu else ()
+        kernels = ScanRecorder(recorder, recorder.world.scans).replace_scans_with_recorded(kernels, fused)
     run = RunContext(
         config=config,
         mesh=mesh,
@@ -153,6 +155,22 @@ def uses_varlen_attention(config: RunConfig) -> bool:
     varlen = next(one for one in CANDIDATES if (one.op, one.name) == ("attention", "varlen"))
     requested = config.model.all_requested_kernels["attention"] in ("auto", *_LENGTHS)
     return requested and need.documents and not need.window and not varlen.unsupported_reason(need)
+
+
+def fused_scans_of_run(config: RunConfig) -> list[str]:
+    """Return the scans that a run on a GPU computes by a kernel of their own, and not by torch's operations. One that is asked
+    for counts as installed there.
+    """
+    need = replace(kernel_requirements(config, torch.device("cpu")), device="cuda")
+    requests = config.model.all_requested_kernels
+
+    def taken(op: str) -> str:
+        candidates = [one for one in CANDIDATES if one.op == op]
+        usable = (one for one in candidates if not (one.unsupported_reason(need) or one.not_default_reason(need)))
+        name = requests.get(op, "auto")
+        return next(usable).name if name == "auto" else name
+
+    return [kind.name for kind in KINDS if taken(kind.name) not in ("torch", "")]
 
 
 def _attend_to_whole_rows(
@@ -233,13 +251,13 @@ def dry_run(
     *,
     whole: bool = False,
     follows: bool = False,
-    varlen: bool = False,
+    on_gpu: bool = False,
     until: float = math.inf,
 ) -> DryRunResult:
     """Simulate one step of every distinct kind of rank, or of the given ranks; return their traces. config: resolved,
     with its vocabulary. whole: all microbatches of the step; otherwise as many as the pipeline needs to reach its
     steady state. follows: simulate every microbatch op by op; otherwise repeated ones are replayed (memoization.py).
-    varlen: as for `make_recorded_trainer`. until: `TimeoutError` at the first pass that begins later, by time.monotonic().
+    on_gpu: as for `make_recorded_trainer`. until: `TimeoutError` at the first pass that begins later, by time.monotonic().
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -254,7 +272,7 @@ def dry_run(
     try:
         traces = tuple(
             _extrapolate_peak_memory(
-                fake_trace(short, lists, kind[0], world, 0 if follows else enough, varlen=varlen, until=until),
+                fake_trace(short, lists, kind[0], world, 0 if follows else enough, on_gpu=on_gpu, until=until),
                 enough,
                 count,
             )
@@ -367,7 +385,7 @@ def fake_trace(
     world: FakeTensorCache,
     copied: int = 0,
     *,
-    varlen: bool = False,
+    on_gpu: bool = False,
     until: float = math.inf,
 ) -> Trace:
     """Simulate one rank's step on fake tensors (any shape) and return its trace.
@@ -375,10 +393,10 @@ def fake_trace(
     """
     try:
         with fake_groups(len(lists["world"][0]), rank):
-            return _trace_in_fake_groups(config, lists, rank, world, copied, varlen, until)
+            return _trace_in_fake_groups(config, lists, rank, world, copied, on_gpu, until)
     except TraceMismatch as unlike:
         logging.getLogger("megatron.dry_run").debug("rank %d is followed op by op: %s", rank, unlike)
-    return fake_trace(config, lists, rank, world, varlen=varlen, until=until)
+    return fake_trace(config, lists, rank, world, on_gpu=on_gpu, until=until)
 
 
 def _trace_in_fake_groups(
@@ -387,7 +405,7 @@ def _trace_in_fake_groups(
     rank: int,
     world: FakeTensorCache,
     copied: int,
-    varlen: bool,
+    on_gpu: bool,
     until: float,
 ) -> Trace:
     """As `fake_trace`, within the process groups of this rank; a separate function so that nothing outlives them."""
@@ -395,7 +413,7 @@ def _trace_in_fake_groups(
     recorder = fake_recorder(config, ranks, world)
     recorder.until = until
     with world.mode, recorder, recorder.following_fsdp2():
-        trainer = make_recorded_trainer(config, mesh, recorder, varlen=varlen)
+        trainer = make_recorded_trainer(config, mesh, recorder, on_gpu=on_gpu)
         enable_mixed_dtype_addmm(trainer)
         around = (
             MicrobatchMemo(recorder, copied).installed_on(trainer.stages)

@@ -33,28 +33,28 @@ def one_microbatch(
     layers: Sequence[LayerPlan],
     world: FakeTensorCache,
     *,
-    varlen: bool = False,
+    on_gpu: bool = False,
     until: float = math.inf,
 ) -> Trace:
     """Return what rank 0 does for one microbatch: its events, each with the bytes allocated after it.
 
-    config: without pipeline, of one microbatch a step. layers: of the network. varlen: as for `make_recorded_trainer`;
+    config: without pipeline, of one microbatch a step. layers: of the network. on_gpu: as for `make_recorded_trainer`;
     until: as for `dry_run`.
     """
     try:
         with fake_groups(world_size, 0):
-            return _trace_in_fake_groups(config, world_size, layers, world, varlen, until)
+            return _trace_in_fake_groups(config, world_size, layers, world, on_gpu, until)
     finally:
         gc.unfreeze()
 
 
-def layer_runner(*, varlen: bool, until: float) -> Callable[[RunConfig, int, Sequence[LayerPlan]], Trace]:
+def layer_runner(*, on_gpu: bool, until: float) -> Callable[[RunConfig, int, Sequence[LayerPlan]], Trace]:
     """Return `one_microbatch` for many calls, which share what they learn of shapes."""
-    return partial(one_microbatch, world=FakeTensorCache(), varlen=varlen, until=until)
+    return partial(one_microbatch, world=FakeTensorCache(), on_gpu=on_gpu, until=until)
 
 
 def _trace_in_fake_groups(
-    config: RunConfig, world_size: int, layers: Sequence[LayerPlan], world: FakeTensorCache, varlen: bool, until: float
+    config: RunConfig, world_size: int, layers: Sequence[LayerPlan], world: FakeTensorCache, on_gpu: bool, until: float
 ) -> Trace:
     """As `one_microbatch`, within the process groups of the rank; a separate function so that nothing outlives them."""
     mesh, ranks = mesh_with_fake_groups(axis_rank_groups(config.parallel, world_size), 0)
@@ -62,7 +62,7 @@ def _trace_in_fake_groups(
     recorder = fake_recorder(config, ranks, world)
     recorder.until = until
     with world.mode, recorder, recorder.following_fsdp2():
-        trainer = make_recorded_trainer(config, mesh, recorder, varlen=varlen, specs=(stage,))
+        trainer = make_recorded_trainer(config, mesh, recorder, on_gpu=on_gpu, specs=(stage,))
         enable_mixed_dtype_addmm(trainer)
         if recorder.shared:
             gc.collect()  # rings of references that cutting weights leaves behind

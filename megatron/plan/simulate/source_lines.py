@@ -68,10 +68,7 @@ _ROLES: tuple[tuple[SourceRole, tuple[SourceLines, ...]], ...] = (
     ("attention", (source_of(fused),)),
     ("attention in chunks", (source_of(chunked_attention),)),
     ("blocks", (source_of(cross_entropy), source_of(linear_loss))),
-    (
-        "emulated product",
-        (lines_of(fp8.emulated_quantized_matmul), lines_of(fp8.QuantizedMatrix.apply_block_scales)),
-    ),
+    ("emulated product", (lines_of(fp8.emulated_quantized_matmul), lines_of(fp8.QuantizedMatrix.apply_block_scales))),
     ("sum of shares", (source_of(finalize),)),
 )
 

@@ -469,8 +469,8 @@ def test_a_plan_for_gpus_counts_documents_without_a_mask_where_their_kernel_take
     small = {**SMALL, "seq_length": length, "max_position_embeddings": length, "bf16": True, "attention_dropout": 0.0}
     packed = {**small, "reset_attention_mask": True, "reset_position_ids": True}
     peaks = [
-        dry_run(tiny.config(1, **changes), 1, varlen=varlen).traces[0].peak
-        for changes, varlen in ((small, True), (packed, True), (packed, False))
+        dry_run(tiny.config(1, **changes), 1, on_gpu=on_gpu).traces[0].peak
+        for changes, on_gpu in ((small, True), (packed, True), (packed, False))
     ]
     assert peaks[0] <= peaks[1] < peaks[0] + 64 * length, "document numbers and positions of tokens, and no mask"
     assert peaks[2] > peaks[1] + length * length, "a mask, and more"

@@ -26,13 +26,13 @@ CLOSE = 0.03  # relative
 
 def wrong_estimates(seed: int, families: tuple[str, ...], count: int) -> list[str]:
     """Drawn layouts whose estimate is further from their dry run than the search says, or than 64 MiB in memory, a millisecond in time."""
-    profiler, wrong = LayerProfiler(MACHINE, layer_runner(varlen=True, until=math.inf)), []
+    profiler, wrong = LayerProfiler(MACHINE, layer_runner(on_gpu=True, until=math.inf)), []
     for family, ranks, config, flags in islice(drawn_layouts(seed, families), count):
         estimate, within = (
             profiled_estimate(config, ranks, profiler, stage_specs_of_run(config)),
             estimate_tolerance(config),
         )
-        run = dry_run(config, ranks, varlen=True)
+        run = dry_run(config, ranks, on_gpu=True)
         memory, seconds = run.worst_trace.peak, step_cost(run, MACHINE).time.seconds
         if not (estimate.needs, estimate.time.seconds) == (
             pytest.approx(memory, rel=within, abs=2**26),
