@@ -29,6 +29,7 @@ PARALLEL=(
     --tensor-model-parallel-size 8
     --pipeline-model-parallel-size 2
     --sequence-parallel
+    --kernel selective_scan=triton
 )
 TRAINING=(
     --micro-batch-size 1

@@ -28,6 +28,7 @@ MODEL=(
 PARALLEL=(
     --tensor-model-parallel-size 2
     --sequence-parallel
+    --kernel selective_scan=triton
 )
 TRAINING=(
     --micro-batch-size 1

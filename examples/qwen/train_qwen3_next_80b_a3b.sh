@@ -46,6 +46,7 @@ PARALLEL=(
     --recompute-granularity full
     --recompute-method uniform
     --recompute-num-layers 1
+    --kernel delta_rule_scan=triton
 )
 TRAINING=(
     --micro-batch-size 1

@@ -286,8 +286,7 @@ def test_every_full_size_launcher_can_be_planned(launcher: str, tmp_path: Path) 
         f"it does not fit, or cannot be planned: {done.stdout[-1000:]}{done.stderr[-2000:]}"
     )
     found = json.loads(done.stdout)
-    # The least is that of Qwen3-Next: scans over states are planned as torch's, which take two thirds of its step.
-    assert found["time"]["seconds"] > 0 and 0.01 < found["time"]["mfu"] < 0.9 and found["ranks"][0]["peak"] > 2**20
+    assert found["time"]["seconds"] > 0 and 0.02 < found["time"]["mfu"] < 0.9 and found["ranks"][0]["peak"] > 2**20
 
 
 @pytest.mark.parametrize("task, holds", [("dpo", True), ("reward", False)])
