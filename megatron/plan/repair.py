@@ -105,6 +105,9 @@ def candidate_edits(setting: RunSetup, one: BrokenRule, name: str) -> list[FlagE
     if name == "hybrid_layer_pattern" and before:
         values += suggested_hybrid_patterns(before, setting.config.parallel.pp)
     unlike = [value for value in dict.fromkeys(values) if value != before and not (name in PURPOSES and value is True)]
+    if setting.origins.get(name) == "script":
+        # A default of the script is there whatever the command line leaves out.
+        unlike = [value for value in unlike if value not in (None, ())]
     unlike.sort(key=lambda value: _distance(before, value, one.says))
     return [FlagEdit(name, before, value) for value in unlike[:MOST_VALUES]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -106,6 +107,13 @@ def test_a_change_that_breaks_another_rule_is_not_proposed() -> None:
     tried = [edit.after for edit in candidate_edits(start, one, "num_attention_heads")]
     heads = [edit.after for edit in mending_edits(start, one) if edit.name == "num_attention_heads"]
     assert one.rule == "head-size" and heads == [24] and tried.index(18) < tried.index(24)
+
+
+def test_a_default_of_the_script_is_not_to_be_left_out() -> None:
+    start = replace(setting(""), whole=True, device="cpu")
+    missing = start.find_broken_rules()
+    assert {one.rule for one in missing} == {"tokenizer"} and "needs --vocab-file" in missing[0].says
+    assert not [edit for one in missing for edit in mending_edits(start, one)]
 
 
 @pytest.mark.parametrize(
