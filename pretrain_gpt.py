@@ -24,7 +24,6 @@ from megatron.core.datasets.blend import build_gpt_datasets
 from megatron.core.models.decoders import build_decoder
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mtp import MTPLosses
-from megatron.inference.eval_generate import generate_continuation_texts, read_prompts
 from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
@@ -74,9 +73,12 @@ def forward_step(run: RunContext, batches: Iterator[Batch], stage: GPTModel) -> 
 
 def make_eval_generate_function(run: RunContext, template: str | None = None) -> Samples:
     """Return the function that continues --eval-generate's prompts. template: of conversations; left out: as --sft."""
+    # The engine, which a run that continues no prompts does without.
+    from megatron.inference import eval_generate
+
     train, chat = run.config.train, run.config.data.chat
     assert train.eval_generate is not None, "nothing is continued without --eval-generate"
-    prompts = read_prompts(
+    prompts = eval_generate.read_prompts(
         train.eval_generate,
         run.tokenizer,
         num_tokens=train.eval_generate_tokens,
@@ -87,7 +89,9 @@ def make_eval_generate_function(run: RunContext, template: str | None = None) ->
     )
 
     def generate_samples(stages: Sequence[GPTModel]) -> list[tuple[str, str]]:
-        return list(zip(prompts.texts, generate_continuation_texts(stages, run.tokenizer, prompts), strict=True))
+        return list(
+            zip(prompts.texts, eval_generate.generate_continuation_texts(stages, run.tokenizer, prompts), strict=True)
+        )
 
     return generate_samples
 

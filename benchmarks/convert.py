@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.dist_checkpointing.rewrite import rewrite_checkpoint
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import Box
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from megatron.core.config.adapters import WHOLE, is_adapter_parameter, layer_module_path, linear_shapes_of_layer
 from megatron.core.config.flags.declare import config_to_flat_dict
 from megatron.core.config.plan.layers import network_layer_plans
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.source import CheckpointSource, ShapeAndDtype
-from megatron.core.families.registry import model_config_from_settings
 from megatron.core.parallel.boxes import Box, whole_box
 
 BASE = "run.base"  # the value under which a checkpoint of adapters keeps the hash of its base

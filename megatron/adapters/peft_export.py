@@ -25,8 +25,9 @@ from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families.config_json import architectures_of
-from megatron.core.families.hf import CONFIG_FILE, write_json
+from megatron.core.families.hf import write_json
 from megatron.core.families.hf_export import folder_written_whole
+from megatron.core.families.hf_folder import CONFIG_FILE
 from megatron.core.families.parameter_mapping import Family
 from megatron.core.families.registry import config_of_language_model, fitting_families
 from megatron.core.families.tokenizer_files import read_json_or_empty

@@ -371,7 +371,7 @@ def _checkpoint_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict
             continue
         if newest_iteration(path, step) is not None:
             return checkpoint_model_settings(path, step), {}
-        from megatron.training.checkpoint.formats import foreign_checkpoint_settings  # needs torch, as above
+        from megatron.training.checkpoint.foreign_settings import foreign_checkpoint_settings  # needs torch, as above
 
         settings = foreign_checkpoint_settings(path, step)
         if settings is not None:
@@ -401,7 +401,7 @@ def _convert_old_null_vocab_size(args: argparse.Namespace) -> list[str]:
     try:
         saved = saved_run_settings(path, step)
     except CheckpointError:
-        from megatron.training.checkpoint.formats import foreign_checkpoint_settings  # needs torch, as above
+        from megatron.training.checkpoint.foreign_settings import foreign_checkpoint_settings  # needs torch, as above
 
         try:
             saved, _ = foreign_checkpoint_settings(path, step) or ({}, {})

@@ -24,7 +24,7 @@ from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.conversations import ConversationEncoder
 from megatron.core.datasets.special_tokens import tokenize_marked_text
-from megatron.core.families.hf import is_hf_checkpoint
+from megatron.core.families.hf_folder import is_hf_checkpoint
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import Tokenizer

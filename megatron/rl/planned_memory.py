@@ -14,9 +14,11 @@ from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.settings.inference import MOST_CACHE_BYTES
 from megatron.core.config.settings.optim import BYTES
 from megatron.core.config.settings.run import RunConfig
+from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.models.flops import RankMemory, estimate_memory_by_pipeline_rank
 from megatron.rl.algorithms import ALGORITHMS
 from megatron.rl.settings import RLConfig, generation_run_config, reference_checkpoint_path
+from megatron.training.checkpoint.formats import open_checkpoint
 
 TOGETHER = 64  # sequences decoded at once by each replica
 
@@ -144,10 +146,6 @@ def run_does_not_fit_message(parts: Mapping[str, float], memory: float) -> str:
 
 def _reward_model_bytes(path: str | None) -> float:
     """Return the bytes of the weights of all reward models in an environment file; 0 if it cannot be read."""
-    # The command line is read before torch is imported.
-    from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-    from megatron.training.checkpoint.formats import open_checkpoint
-
     try:
         entries = yaml.safe_load(Path(path or "").read_text(encoding="utf-8"))
         requested = [one["agent_args"] for one in entries if one.get("agent_type") == "reward_model"]

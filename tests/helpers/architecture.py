@@ -87,19 +87,25 @@ LATE_IMPORTS = (
     "megatron/cli/verbs.py",  # one command of many, by its name
     *(f"megatron/core/datasets/ingest/{name}.py" for name in ("columns", "lines", "sentences")),
 )
-# Parts of ours that may come late: the command line is read before torch is imported, and DTensor only with FSDP2.
+# Parts of ours that may come late: the command line is read before torch is imported, DTensor only with FSDP2, and what reads or
+# writes checkpoints of others, the engine and trials of kernels only in a run that needs them.
 LATE_OWN = (
     ("megatron/training/state/trainer.py", "megatron.core.distributed.fsdp.FullySharded"),
-    ("megatron/cli/arguments.py", "megatron.training.checkpoint.formats.foreign_checkpoint_settings"),
+    ("megatron/cli/arguments.py", "megatron.training.checkpoint.foreign_settings.foreign_checkpoint_settings"),
     ("megatron/cli/arguments.py", "megatron.training.checkpoint.adapters.adapter_config_of"),
     ("megatron/cli/arguments.py", "megatron.megatron_lm.checkpoint.open.read_megatron_arguments"),
     ("megatron/cli/preflight.py", "megatron.cli.device_checks.unsupported_by_machine"),
     ("megatron/cli/preflight.py", "megatron.cli.device_checks.device_type"),
     ("megatron/cli/arguments.py", "megatron.cli.preflight.check_arguments"),
     ("megatron/core/models/flops.py", "megatron.core.optimizer.optimizer.update_rule_named"),
+    ("megatron/training/checkpoint/formats.py", "megatron.core.dist_checkpointing.saved.open_native_checkpoint"),
+    ("megatron/training/checkpoint/formats.py", "megatron.core.families.hf"),
+    ("megatron/training/checkpoint/formats.py", "megatron.megatron_lm.checkpoint.open.open_megatron_checkpoint"),
+    ("megatron/megatron_lm/checkpoint/folders.py", "megatron.megatron_lm.checkpoint.torch_dist.is_fsdp_index"),
+    ("megatron/training/checkpoint/checkpointing.py", "megatron.training.checkpoint.export.export_hf_with_tokenizer"),
+    ("megatron/core/kernels/choice/startup_check.py", "megatron.core.kernels.choice.kernel_check"),
+    ("pretrain_gpt.py", "megatron.inference.eval_generate"),
     ("megatron/core/models/describe.py", "megatron.core.models.on_meta.rank_parameter_sizes"),
-    ("megatron/rl/planned_memory.py", "megatron.core.dist_checkpointing.checkpoint_folders.CheckpointError"),
-    ("megatron/rl/planned_memory.py", "megatron.training.checkpoint.formats.open_checkpoint"),
     ("megatron/tasks/main.py", "megatron.tasks.run.run_task"),
     (
         "megatron/cli/commands/checkpoint/inspect.py",

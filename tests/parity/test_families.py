@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from megatron.core.config.flags.declare import config_to_flat_dict
 from megatron.core.config.plan.layers import network_layer_plans
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import family_of_config, model_config_from_settings
+from megatron.core.families.registry import family_of_config
 from megatron.core.families.tensor_file import read_safetensors_header
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.gpt import GPTModel

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron.cli.commands.checkpoint import convert
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.dist_checkpointing.pickles import read_torch_file
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
-from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.megatron_lm.checkpoint import torch_dist
 from megatron.megatron_lm.checkpoint.stored import TorchDistIndexEntry

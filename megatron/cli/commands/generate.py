@@ -42,7 +42,7 @@ from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.images import ImageError, read_image_bytes
 from megatron.core.datasets.indexed import DataError
-from megatron.core.families.hf import is_hf_checkpoint
+from megatron.core.families.hf_folder import is_hf_checkpoint
 from megatron.core.models.t5 import T5Model
 from megatron.core.tokenizers.base import read_flag_file_text
 from megatron.inference.answer_file import (

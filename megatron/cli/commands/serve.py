@@ -35,6 +35,7 @@ from megatron.core.config.flags.declare import (
     config_from_flat_dict,
     config_from_namespace,
 )
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.data import SFTDataConfig
 from megatron.core.config.settings.inference import InferenceConfig
@@ -42,7 +43,6 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 from megatron.core.datasets.templates import FORMATS as CHAT_FORMATS
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.families.registry import model_config_from_settings
 from megatron.core.tokenizers.base import Tokenizer, read_flag_file_text
 from megatron.evaluation.reward_model import RewardModel
 from megatron.inference.engine import Engine

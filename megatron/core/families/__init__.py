@@ -20,6 +20,7 @@ t5.py                 T5 v1.0, v1.1 and Flan
 registry.py           the families that are known, and which of them can say what a network is
 dequantize.py         tensors that files hold in 4 bits, in 8 bits, or many in one
 tensor_file.py        safetensors files, a tensor at a time
+hf_folder.py          how a Hugging Face folder is recognized
 hf.py                 Hugging Face folders: a Source of our names, and the way back
 hf_export.py          a Hugging Face folder, written a tensor at a time
 tokenizer_files.py    which tokenizer a folder's files make

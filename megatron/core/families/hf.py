@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.flags.declare import flag_fields
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.pickles import read_torch_file
@@ -34,8 +35,9 @@ from megatron.core.families.dequantize import (
     unreadable_quantization_problem,
     with_dequantized_tensors,
 )
+from megatron.core.families.hf_folder import CONFIG_FILE, is_hf_checkpoint
 from megatron.core.families.parameter_mapping import Family, HFModelClass, ParameterMapping, hf_shapes
-from megatron.core.families.registry import config_of_language_model, family_of_config, model_config_from_settings
+from megatron.core.families.registry import config_of_language_model, family_of_config
 from megatron.core.families.tensor_file import read_safetensors_header
 from megatron.core.families.tokenizer_files import read_json_or_empty, tokenizer_settings_of_folder
 from megatron.core.models.describe import global_parameter_shapes, num_stored_mtp_layers
@@ -44,7 +46,7 @@ from megatron.core.parallel.boxes import Box
 
 PUBLISHED = "published.config"  # the value under which a source keeps the config.json that it came from
 
-CONFIG_FILE, WEIGHTS_FILE, _BIN = "config.json", "model.safetensors", "pytorch_model.bin"
+WEIGHTS_FILE, _BIN = "model.safetensors", "pytorch_model.bin"
 _HEADS = ("lm_head.", "cls.", "classifier.")  # beginnings of names that stand beside a family's base
 DTYPE_WORDS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 _CHUNK = 1 << 24  # elements that are looked at together where two large tensors are compared
@@ -102,12 +104,6 @@ class HFCheckpoint:
             self._last = None  # before the next is made, so that there is only one
             self._last = ((name, start, count), row.op.ours([part.read() for part in parts]))
         return self._last[1][slices]
-
-
-def is_hf_checkpoint(path: str | Path) -> bool:
-    """Whether a folder holds the config.json of a published model (that of our own checkpoints has other keys)."""
-    config = read_json_or_empty(Path(path) / CONFIG_FILE)
-    return "architectures" in config or "model_type" in config
 
 
 def hf_model_name_or_path(path: str | Path) -> str:

@@ -7,10 +7,15 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from megatron.core.config.flags.declare import config_from_flat_dict, config_to_flat_dict, flag_name
+from megatron.core.config.flags.declare import config_to_flat_dict, flag_name
 from megatron.core.config.plan.layers import LayerPlan, network_layer_plans
-from megatron.core.config.plan.network import canonical_values, network_fields, unused_settings
-from megatron.core.config.settings.model import ModelConfig, RequestedModel
+from megatron.core.config.plan.network import (
+    canonical_values,
+    model_config_from_settings,
+    network_fields,
+    unused_settings,
+)
+from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import (
     bamba,
@@ -86,11 +91,6 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     known = ", ".join(variant.architecture for family in FAMILIES.values() for variant in family.variants or (family,))
     what = f"architectures: {', '.join(named)}" if named else f"model_type: {config.get('model_type')}"
     raise CheckpointError(f"{where} holds {what}, which is not known here; known are {known}")
-
-
-def model_config_from_settings(settings: Mapping[str, Any]) -> ModelConfig:
-    """Return the resolved model config of settings by field name, such as a `Source` has."""
-    return config_from_flat_dict(RequestedModel, settings).resolve()
 
 
 def fitting_family(model: ModelConfig, name: str | None = None) -> Family:

@@ -1,5 +1,6 @@
 """Megatron-LM's own checkpoints, read (and its old format written), as global tensors under our names.
 
+folders.py                how a folder with one is recognized
 names.py                  the names and row orders of all its versions, as a table and a few functions
 legacy.py                 mp_rank_XX/model_optim_rng.pt, one file a rank
 torch_dist.py             the distributed format of Megatron Core, and Megatron FSDP's

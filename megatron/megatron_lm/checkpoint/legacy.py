@@ -25,12 +25,12 @@ from megatron.core.dist_checkpointing.pickles import attributes_of_inert, read_t
 from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.megatron_lm.checkpoint.buffers import UnreadableStateError
 from megatron.megatron_lm.checkpoint.experts import LazyStackedExperts, with_stacked_experts
+from megatron.megatron_lm.checkpoint.folders import RANK_FOLDER
 from megatron.megatron_lm.checkpoint.hybrid import merge_layer_pairs
 from megatron.megatron_lm.checkpoint.names import flatten_nested_state, map_names_to_ours
 from megatron.megatron_lm.checkpoint.rank_state import read_rank_optimizer_state
 from megatron.megatron_lm.checkpoint.source import MegatronSource, Shards, make_megatron_source, saved_training_counters
 
-_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _EXPERT_RANKS = "expert ranks are not read; save the model as torch_dist, and read that"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -110,11 +110,6 @@ def _read_optimizer_state(
     return optimizer_shards, ""
 
 
-def is_legacy_checkpoint(folder: str | Path) -> bool:
-    """Whether a folder holds a checkpoint in this format."""
-    return any(_FOLDER.fullmatch(path.name) for path in Path(folder).glob("mp_rank_*"))
-
-
 def legacy_run_arguments(folder: str | Path) -> dict[str, Any]:
     """Return the arguments of the run that saved a folder, from one rank's file; {} if it has none."""
     file = next(
@@ -130,7 +125,7 @@ def _read_mp_rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
     files: dict[tuple[int, int], RankFile] = {}
     problems = []
     for path in sorted(folder.glob("mp_rank_*")):
-        place = _FOLDER.fullmatch(path.name)
+        place = RANK_FOLDER.fullmatch(path.name)
         if not place:
             continue
         file = _read_mp_rank_file(path, place)

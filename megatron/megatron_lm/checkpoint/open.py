@@ -7,44 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.models.parameter_names import VOCABULARY, WORD_EMBEDDING
-from megatron.megatron_lm.checkpoint.legacy import is_legacy_checkpoint, legacy_run_arguments, open_legacy_checkpoint
-from megatron.megatron_lm.checkpoint.torch_dist import (
-    is_torch_dist,
-    open_torch_dist_checkpoint,
-    torch_dist_run_arguments,
-)
+from megatron.megatron_lm.checkpoint.folders import find_megatron_checkpoint, is_legacy_checkpoint
+from megatron.megatron_lm.checkpoint.legacy import legacy_run_arguments, open_legacy_checkpoint
+from megatron.megatron_lm.checkpoint.source import MegatronSource
+from megatron.megatron_lm.checkpoint.torch_dist import open_torch_dist_checkpoint, torch_dist_run_arguments
 
 _MOST = 12  # problems that are told
-_TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def find_megatron_checkpoint(path: str | Path, iteration: int | None = None) -> Path | None:
-    """Return the folder of a Megatron checkpoint: `path` itself, or the iteration (or release) that its tracker names;
-    None if there is none. iteration: this one instead.
-    """
-    path = Path(path)
-    if iteration is None and (is_legacy_checkpoint(path) or is_torch_dist(path)):
-        return path
-    if iteration is not None:
-        names = [f"iter_{iteration:07d}"]
-    else:
-        try:
-            word = read_file(DISK, path / _TRACKER).decode("utf-8").strip()
-        except (OSError, UnicodeDecodeError):
-            word = "release"
-        names = ["release"] if word == "release" else [f"iter_{int(word):07d}"] if word.isdecimal() else []
-    return next(
-        (path / name for name in names if is_legacy_checkpoint(path / name) or is_torch_dist(path / name)), None
-    )
-
-
-def open_megatron_checkpoint(path: str | Path, given: Mapping[str, Any] | None = None) -> CheckpointSource:
+def open_megatron_checkpoint(path: str | Path, given: Mapping[str, Any] | None = None) -> MegatronSource:
     """Open the Megatron checkpoint in a folder, or the one that its tracker names, as a `Source`.
 
     given: settings that override the checkpoint's, and `true_vocab_size`, without which rows of vocabulary padding
@@ -56,7 +32,7 @@ def open_megatron_checkpoint(path: str | Path, given: Mapping[str, Any] | None =
             f"{path} holds no checkpoint of Megatron's: neither mp_rank_... folders, nor a metadata.json "
             "that says torch_dist"
         )
-    source: CheckpointSource = (
+    source = (
         open_legacy_checkpoint(folder, given)
         if is_legacy_checkpoint(folder)
         else open_torch_dist_checkpoint(folder, given)

@@ -21,7 +21,6 @@ How often `module.` stands before a parameter depends on what wraps the network.
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.dist_checkpointing.files import DISK, read_file
 from megatron.core.dist_checkpointing.pickles import InertObject, attributes_of_inert, read_torch_file
 from megatron.core.parallel.boxes import Box
 from megatron.megatron_lm.checkpoint.buffers import WAY_OUT, UnreadableStateError
@@ -101,20 +99,10 @@ def open_torch_dist_checkpoint(folder: str | Path, given: Mapping[str, Any] | No
     )
 
 
-def is_torch_dist(folder: str | Path) -> bool:
-    """Whether a folder holds a checkpoint in this format, or in that of Megatron FSDP."""
-    folder = Path(folder)
-    if not (folder / ".metadata").is_file():
-        return False
+def is_fsdp_index(path: Path) -> bool:
+    """Whether a .metadata is the index of a checkpoint of Megatron FSDP."""
     try:
-        mark = json.loads(read_file(DISK, folder / "metadata.json"))
-        return isinstance(mark, dict) and mark.get("sharded_backend") == "torch_dist"
-    except FileNotFoundError:  # written last, and by Megatron FSDP not at all
-        pass
-    except (OSError, ValueError):
-        return False
-    try:
-        return _is_megatron_fsdp(getattr(_read_torch_dist_index(folder / ".metadata"), "state_dict_metadata", ()))
+        return _is_megatron_fsdp(getattr(_read_torch_dist_index(path), "state_dict_metadata", ()))
     except CheckpointError:
         return False
 

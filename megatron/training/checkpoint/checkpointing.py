@@ -45,7 +45,6 @@ from megatron.training.checkpoint.adapters import (
     open_adapters,
     require_matching_base,
 )
-from megatron.training.checkpoint.export import export_hf_with_tokenizer
 from megatron.training.checkpoint.resuming import (
     OpenedCheckpoint,
     ResumeRequest,
@@ -437,6 +436,9 @@ class Checkpointer(StepHooks):
         options = self.config.checkpoint
         if options.export_hf is None or not self.mesh.world.is_first:
             return
+        # Needs all families of networks, which no other run waits for.
+        from megatron.training.checkpoint.export import export_hf_with_tokenizer
+
         target = Path(options.export_hf) / f"iter_{outcome.iteration:07d}"
         try:
             family, tokenizer = export_hf_with_tokenizer(

@@ -3,6 +3,9 @@
 ours           SAVE, or one of its iter_... folders
 Hugging Face   a folder with config.json and safetensors
 Megatron       mp_rank_... folders of any age, or torch_dist; or what the tracker of such a folder names
+
+Looking for a checkpoint reads names and small files. What reads tensors is imported when one is opened: a run that starts afresh, or
+from a checkpoint of our own, needs no reader of others, and no family of networks.
 """
 
 from __future__ import annotations
@@ -10,39 +13,38 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.core.config.flags.declare import flag_fields
-from megatron.core.config.settings.data import TokenizerConfig
-from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import (
     COMMIT,
-    FREE,
     CheckpointError,
     CommittedCheckpoint,
     checkpoints_to_try,
     read_commit_record,
     scan_checkpoint_folder,
 )
-from megatron.core.dist_checkpointing.saved import open_native_checkpoint
-from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.families.hf import hf_model_settings, is_hf_checkpoint, open_hf_folder
-from megatron.core.tokenizers.build import settings_of_kind
-from megatron.megatron_lm.checkpoint.open import find_megatron_checkpoint, open_megatron_checkpoint
-from megatron.megatron_lm.checkpoint.source import MegatronSource
+from megatron.core.families.hf_folder import is_hf_checkpoint
+from megatron.megatron_lm.checkpoint.folders import find_megatron_checkpoint
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.source import CheckpointSource
+
+Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFormat:
     """A checkpoint format.
     find: (path, iteration or None) -> the folder of the one checkpoint that they mean; None if it is of another format.
-    open: (folder, settings that override the checkpoint's) -> its source. complete: whether a setting that the
-    checkpoint lacks has its default value.
+    open: (folder, settings that override the checkpoint's) -> its source. settings: folder -> (settings of model and
+    tokenizer, further settings of its run), by field name. complete: whether a setting that the checkpoint lacks has its
+    default value.
     """
 
     name: str
     find: Callable[[Path, int | None], Path | None]
-    open: Callable[[Path, Mapping[str, Any] | None], CheckpointSource]
+    open: Callable[[Path, Settings | None], CheckpointSource]
+    settings: Callable[[Path], tuple[Settings, Settings]]
     complete: bool = True
 
 
@@ -57,49 +59,56 @@ def find_native_checkpoint(path: Path, step: int | None) -> Path | None:
     return steps[0].folder if steps else None
 
 
+def _open_native(folder: Path, given: Settings | None) -> CheckpointSource:
+    from megatron.core.dist_checkpointing.saved import open_native_checkpoint
+
+    return open_native_checkpoint(folder)
+
+
 def _find_hugging_face(path: Path, step: int | None) -> Path | None:
     """Return the path if it is a Hugging Face checkpoint and no iteration is asked for, else None."""
     return path if step is None and is_hf_checkpoint(path) else None
 
 
-OURS = CheckpointFormat("this project", find_native_checkpoint, lambda path, given: open_native_checkpoint(path))
-FOREIGN = (
-    CheckpointFormat("Hugging Face", _find_hugging_face, open_hf_folder),
-    CheckpointFormat("Megatron", find_megatron_checkpoint, open_megatron_checkpoint, complete=False),
+def _open_hugging_face(folder: Path, given: Settings | None) -> CheckpointSource:
+    from megatron.core.families import hf
+
+    return hf.open_hf_folder(folder, given)
+
+
+def _hugging_face_settings(folder: Path) -> tuple[Settings, Settings]:
+    from megatron.core.families import hf
+
+    return hf.hf_model_settings(folder), {}
+
+
+def _open_megatron(folder: Path, given: Settings | None) -> CheckpointSource:
+    from megatron.megatron_lm.checkpoint.open import open_megatron_checkpoint
+
+    return open_megatron_checkpoint(folder, given)
+
+
+def _megatron_settings(folder: Path) -> tuple[Settings, Settings]:
+    from megatron.megatron_lm.checkpoint.open import open_megatron_checkpoint
+
+    source = open_megatron_checkpoint(folder)
+    return source.settings, source.run_settings
+
+
+NATIVE = CheckpointFormat(
+    "this project", find_native_checkpoint, _open_native, lambda folder: (_open_native(folder, None).settings, {})
 )
-CHECKPOINT_FORMATS = (OURS, *FOREIGN)
+HUGGING_FACE = CheckpointFormat("Hugging Face", _find_hugging_face, _open_hugging_face, _hugging_face_settings)
+MEGATRON_LM = CheckpointFormat("Megatron", find_megatron_checkpoint, _open_megatron, _megatron_settings, complete=False)
+CHECKPOINT_FORMATS = (NATIVE, HUGGING_FACE, MEGATRON_LM)
 
 
 def find_foreign_checkpoint(path: str | Path, step: int | None = None) -> tuple[CheckpointFormat, Path] | None:
     """Return (format, folder) of the checkpoint that a path means in Hugging Face's or Megatron's format, or None."""
-    places = ((checkpoint_format, checkpoint_format.find(Path(path), step)) for checkpoint_format in FOREIGN)
-    return next(((checkpoint_format, place) for checkpoint_format, place in places if place is not None), None)
-
-
-def foreign_checkpoint_settings(
-    path: str | Path, step: int | None = None
-) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return (settings of model and tokenizer, further run settings) of another format's checkpoint, by field name, or
-    None. Free choices (kernels, dropout, initial values) are left out; flags may override the further ones.
-    """
-    located = find_foreign_checkpoint(path, step)
-    if located is None:
-        return None
-    checkpoint_format, place = located
-    source = None if checkpoint_format.name == "Hugging Face" else checkpoint_format.open(place, None)
-    settings = hf_model_settings(place) if source is None else source.settings
-    names = {field.name for config in (ModelConfig, TokenizerConfig) for field, _ in flag_fields(config)} - FREE | {
-        "null_tokenizer_ids"
-    }
-    beside: Mapping[str, Any] = source.run_settings if isinstance(source, MegatronSource) else {}
-    reads = settings_of_kind(beside.get("tokenizer_type", ""))  # Megatron has defaults for all kinds
-    unread = {field.name for field, _ in flag_fields(TokenizerConfig)} - (
-        reads | {"tokenizer_type"} if reads else set()
-    )
-    return (
-        {name: value for name, value in settings.items() if name in names},
-        {name: value for name, value in beside.items() if name not in unread},
-    )
+    for checkpoint_format in CHECKPOINT_FORMATS:
+        if checkpoint_format is not NATIVE and (place := checkpoint_format.find(Path(path), step)) is not None:
+            return checkpoint_format, place
+    return None
 
 
 def native_checkpoints(

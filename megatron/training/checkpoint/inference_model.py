@@ -20,6 +20,7 @@ from torch import nn
 
 from megatron.core.config.flags.declare import ConfigError, config_from_flat_dict, raise_config_error_if
 from megatron.core.config.plan.layers import StageSpec
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.architecture import ARCHITECTURES
@@ -32,9 +33,9 @@ from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.load import load_into_sharded_state
 from megatron.core.dist_checkpointing.sharded_state import Tree, add_sharded_tensor, sharded_parameter
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.families.hf import hf_model_settings, is_hf_checkpoint
+from megatron.core.families.hf import hf_model_settings
+from megatron.core.families.hf_folder import is_hf_checkpoint
 from megatron.core.families.image_processor import image_settings_of_folder
-from megatron.core.families.registry import model_config_from_settings
 from megatron.core.kernels.choice.startup_check import select_kernels_with_trials
 from megatron.core.kernels.choice.table import KernelRequirements
 from megatron.core.models.bert import BERTModel

@@ -23,9 +23,9 @@ from megatron.adapters.peft_config import _HARMLESS, CONFIG
 from megatron.adapters.peft_export import write_peft_folder
 from megatron.cli.commands.checkpoint import adapter as tool
 from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf
-from megatron.core.families.registry import model_config_from_settings
 from megatron.core.parallel.spec import param_spec_of
 from megatron.training.checkpoint.adapters import open_adapters
 from megatron.training.state.trainer import Trainer

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.dist_checkpointing.source import ShapeAndDtype
-from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import Box, whole_box
 

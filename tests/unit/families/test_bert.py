@@ -13,10 +13,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import family_of_config, fitting_family, lost_settings, model_config_from_settings
+from megatron.core.families.registry import family_of_config, fitting_family, lost_settings
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import whole_box

@@ -14,11 +14,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource
 from megatron.core.dist_checkpointing.source import ShapeAndDtype
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import FAMILIES, model_config_from_settings
+from megatron.core.families.registry import FAMILIES
 from megatron.core.models.parameter_names import OUTPUT, WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box, whole_box
 from tests.unit.families.made import GPT2, LLAMA, Made, same_tensors

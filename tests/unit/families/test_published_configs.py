@@ -18,13 +18,9 @@ from typing import Any
 
 import pytest
 
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.families.parameter_mapping import Family
-from megatron.core.families.registry import (
-    FAMILIES,
-    config_of_language_model,
-    family_of_config,
-    model_config_from_settings,
-)
+from megatron.core.families.registry import FAMILIES, config_of_language_model, family_of_config
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.families.parameter_mapping import (
     ParameterMapping,
     ReversibleTensorConversion,
@@ -22,7 +23,7 @@ from megatron.core.families.parameter_mapping import (
     same,
     transpose,
 )
-from megatron.core.families.registry import FAMILIES, model_config_from_settings
+from megatron.core.families.registry import FAMILIES
 from megatron.core.models.describe import global_parameter_shapes
 
 KIN = {"normalization": "RMSNorm", "swiglu": True, "position_embedding_type": "rope", "add_bias_linear": False}

@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.registry import (
-    FAMILIES,
-    family_of_config,
-    fitting_family,
-    lost_settings,
-    model_config_from_settings,
-)
+from megatron.core.families.registry import FAMILIES, family_of_config, fitting_family, lost_settings
 
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": True}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,

@@ -10,16 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import (
-    FAMILIES,
-    family_of_config,
-    fitting_family,
-    lost_settings,
-    model_config_from_settings,
-)
+from megatron.core.families.registry import FAMILIES, family_of_config, fitting_family, lost_settings
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.models.t5 import T5Model
 from megatron.core.parallel.boxes import whole_box

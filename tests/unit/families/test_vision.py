@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megatron.core.config.plan.layers import network_layer_plans, partition_into_stages
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families import hf, hf_export
-from megatron.core.families.registry import FAMILIES, model_config_from_settings
+from megatron.core.families.registry import FAMILIES
 from megatron.core.kernels.choice.table import KernelRequirements, select_kernels
 from megatron.core.models.on_meta import NETWORKS
 from megatron.core.models.vision import IdsWithImages, ImageEmbedder

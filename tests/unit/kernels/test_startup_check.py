@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.cli.commands import doctor
-from megatron.core.kernels.choice import startup_check
+from megatron.core.kernels.choice import kernel_check
 from megatron.core.kernels.choice.startup_check import KernelChoice, select_kernels_with_trials
 from megatron.core.kernels.choice.table import CANDIDATES, KernelCandidate, KernelRequirements, select_kernels
 from megatron.core.kernels.low_precision import fp8
@@ -175,7 +175,7 @@ def test_every_op_with_a_default_that_is_to_be_tried_has_a_trial() -> None:
     ops = {one.op for one in CANDIDATES if one.checked}
     config = tiny.config(**LLAMA, no_rope_freq="2", fp8_format="hybrid", fp8_recipe="tensorwise", kernel=())
     tried = {
-        trial.op for trial in startup_check.trials_for_ops_of_run(config, KernelRequirements(low=config.precision.low))
+        trial.op for trial in kernel_check.trials_for_ops_of_run(config, KernelRequirements(low=config.precision.low))
     }
     assert ops <= tried and "low_linear" in tried and "paged_attention" in tried
 
@@ -195,6 +195,6 @@ def test_every_op_of_the_table_has_a_trial_but_for_the_exchange_between_ranks() 
         config = tiny.config(**changes)
         tried |= {
             trial.op
-            for trial in startup_check.trials_for_ops_of_run(config, KernelRequirements(low=config.precision.low))
+            for trial in kernel_check.trials_for_ops_of_run(config, KernelRequirements(low=config.precision.low))
         }
     assert {one.op for one in CANDIDATES} - tried == {"moe_flex_dispatcher"}

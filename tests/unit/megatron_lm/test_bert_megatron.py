@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf_export
-from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.bert import BERTModel
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import whole_box

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megatron.core.config.flags.declare import field_resume_roles
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.families.registry import model_config_from_settings
 from megatron.megatron_lm.checkpoint.argument_table import AT_DEFAULT, HARMLESS, harmless_reason
 from megatron.megatron_lm.checkpoint.arguments_to_settings import megatron_argument_problems, settings_of_megatron_args
 from tests.peers.parser_defaults import complete_arguments, parser_defaults

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.plan.network import network_setting_differences
+from megatron.core.config.plan.network import model_config_from_settings, network_setting_differences
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.pickles import attributes_of_inert, read_torch_file
-from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.megatron_lm.checkpoint.export import write_legacy_checkpoint, write_torch_dist_checkpoint
 from megatron.megatron_lm.checkpoint.hybrid import infer_layer_pattern

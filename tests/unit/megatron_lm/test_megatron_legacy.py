@@ -14,8 +14,9 @@ from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.parallel.boxes import Box, whole_box
 from megatron.megatron_lm.checkpoint.arguments_to_settings import settings_of_megatron_args
 from megatron.megatron_lm.checkpoint.export import write_legacy_checkpoint
+from megatron.megatron_lm.checkpoint.folders import find_megatron_checkpoint
 from megatron.megatron_lm.checkpoint.legacy import open_legacy_checkpoint
-from megatron.megatron_lm.checkpoint.open import find_megatron_checkpoint, open_megatron_checkpoint
+from megatron.megatron_lm.checkpoint.open import open_megatron_checkpoint
 from tests.unit.megatron_lm.megatron_files import LOCAL, OLD, V2, V5, Whole
 
 IDS = {"true_vocab_size": 10}

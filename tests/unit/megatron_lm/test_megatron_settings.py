@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.registry import model_config_from_settings
 from megatron.megatron_lm.checkpoint.arguments_to_settings import (
     run_settings_of_megatron_args,
     settings_of_megatron_args,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.registry import model_config_from_settings
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.megatron_lm.checkpoint.legacy import open_legacy_checkpoint
 from megatron.megatron_lm.checkpoint.names import map_names_to_ours

@@ -29,11 +29,11 @@ from megatron.adapters.peft_export import write_peft_folder
 from megatron.cli.commands.checkpoint.export import DTYPES
 from megatron.cli.tool_parser import ToolArgumentParser
 from megatron.core.config.flags.declare import ConfigError, config_to_flat_dict
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.families.hf import is_hf_checkpoint
-from megatron.core.families.registry import model_config_from_settings
+from megatron.core.families.hf_folder import is_hf_checkpoint
 from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.training.checkpoint.adapters import open_adapters, require_matching_base, source_base_hash
 from megatron.training.checkpoint.export import export_hf_with_tokenizer

@@ -27,13 +27,13 @@ from megatron.core.config.flags.declare import (
     config_from_namespace,
     config_to_flat_dict,
 )
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.config.settings.model import ModelConfig, RequestedModel
 from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import rewrite_checkpoint
 from megatron.core.dist_checkpointing.source import CheckpointSource
-from megatron.core.families.hf import is_hf_checkpoint
-from megatron.core.families.registry import model_config_from_settings
+from megatron.core.families.hf_folder import is_hf_checkpoint
 from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.core.models.describe import global_parameter_shapes
 from megatron.core.parallel.boxes import Box

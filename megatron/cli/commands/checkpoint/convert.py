@@ -26,12 +26,13 @@ from tqdm import tqdm
 from megatron.cli.commands.checkpoint.export import DTYPES
 from megatron.cli.tool_parser import ToolArgumentParser, add_ckpt_step
 from megatron.core.config.flags.declare import ConfigError, config_to_flat_dict
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
 from megatron.core.dist_checkpointing.saved import NativeCheckpoint
 from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families import hf_export
-from megatron.core.families.registry import FAMILIES, model_config_from_settings
+from megatron.core.families.registry import FAMILIES
 from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
 from megatron.core.models.parameter_names import WORD_EMBEDDING
 from megatron.core.parallel.boxes import Box
@@ -42,13 +43,14 @@ from megatron.megatron_lm.checkpoint.export import (
 )
 from megatron.megatron_lm.checkpoint.open import read_megatron_arguments
 from megatron.training.checkpoint.export import export_hf_with_tokenizer
-from megatron.training.checkpoint.formats import FOREIGN, OURS, foreign_checkpoint_settings, open_checkpoint
+from megatron.training.checkpoint.foreign_settings import foreign_checkpoint_settings
+from megatron.training.checkpoint.formats import HUGGING_FACE, MEGATRON_LM, NATIVE, open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_excepthook
 from megatron.verify.compare.checkpoints import compare_sources
 
 OWN, PUBLISHED, MEGATRON = "own", "hf", "megatron"
 TORCH_DIST, TORCH = "torch_dist", "torch"
-CHECKPOINT_FORMATS = {OWN: OURS, **dict(zip((PUBLISHED, MEGATRON), FOREIGN, strict=True))}
+CHECKPOINT_FORMATS = {OWN: NATIVE, PUBLISHED: HUGGING_FACE, MEGATRON: MEGATRON_LM}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 # Flags of Megatron's tool that have nothing to set here, and why; they are accepted and named.
 NEEDLESS = {

@@ -18,12 +18,12 @@ from typing import Any
 from megatron.cli.commands.checkpoint.export import DTYPES
 from megatron.cli.tool_parser import ToolArgumentParser, add_ckpt_step
 from megatron.core.config.flags.declare import config_to_flat_dict
+from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpoint
 from megatron.core.dist_checkpointing.saved import NativeCheckpoint, open_native_checkpoint
 from megatron.core.dist_checkpointing.source import CheckpointSource, FilteredCheckpointSource
 from megatron.core.dist_checkpointing.state_hooks import OPTIONAL
-from megatron.core.families.registry import model_config_from_settings
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_excepthook
 from megatron.verify.compare.checkpoints import compare_sources

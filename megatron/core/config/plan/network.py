@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from megatron.core.config.flags.declare import config_to_flat_dict, field_resume_roles
+from megatron.core.config.flags.declare import config_from_flat_dict, config_to_flat_dict, field_resume_roles
 from megatron.core.config.flags.idle import ValueOf, config_fields, idle_names
 from megatron.core.config.flags.when import FACTS
 from megatron.core.config.mixers.gated_delta_net import DeltaNet
@@ -50,6 +50,11 @@ _FACTS: Mapping[str, Callable[[RunConfig], Any]] = {
 assert _FACTS.keys() == FACTS.keys(), "a fact has a name, what makes it so, and a value in a run"
 # Operations whose kernels take part only where a flag asks for them.
 USED_IF_REQUESTED = ("bias_activation", "split_qkv", "residual_norm", "low_linear", "quantise", "adamw")
+
+
+def model_config_from_settings(settings: Mapping[str, Any]) -> ModelConfig:
+    """Return the resolved model config of settings by field name, such as a `Source` has."""
+    return config_from_flat_dict(RequestedModel, settings).resolve()
 
 
 def network_fields() -> dict[str, str]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.core.config.settings.run import RunConfig
-from megatron.core.kernels.choice.kernel_check import TOLERANCE, trial_error_or_exception, trials_for_ops_of_run
 from megatron.core.kernels.choice.table import (
     CANDIDATES,
     KernelCandidate,
@@ -92,14 +91,17 @@ def try_default_kernels(
     ]
     if not waiting:
         return []
+    # Small inputs for every op, which most machines with a CPU alone never need.
+    from megatron.core.kernels.choice import kernel_check
+
     trials, limit, checks = (
-        {trial.op: trial for trial in trials_for_ops_of_run(config, need)},
-        TOLERANCE[need.dtype],
+        {trial.op: trial for trial in kernel_check.trials_for_ops_of_run(config, need)},
+        kernel_check.TOLERANCE[need.dtype],
         [],
     )
     for one in waiting:
         if one.op in trials:
-            error = trial_error_or_exception(trials[one.op], one, device, need)
+            error = kernel_check.trial_error_or_exception(trials[one.op], one, device, need)
             if isinstance(error, str):
                 problem = f"its trial failed, {error}"
             else:
