@@ -21,7 +21,7 @@ import torch
 
 from megatron.core.config.plan.layers import StageSpec
 from megatron.core.datasets.blend import build_split_datasets
-from megatron.core.datasets.kinds import make_bert_dataset_kind
+from megatron.core.datasets.sentence_kinds import make_bert_dataset_kind
 from megatron.core.models.bert import BERTModel, BERTOutput
 from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron

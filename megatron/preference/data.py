@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.dataset_protocols import DatasetKind
-from megatron.core.datasets.kinds import make_gpt_dataset_kind
+from megatron.core.datasets.text_kinds import make_gpt_dataset_kind
 from megatron.core.parallel import collectives
 from megatron.core.transformer.adapters import without_adapters
 from megatron.preference.dataset import PreferenceDatasetKind

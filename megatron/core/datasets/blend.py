@@ -22,8 +22,8 @@ from megatron.core.datasets.blend_index import blend_order
 from megatron.core.datasets.data_splits import SplitBlend, normalize_weights, plan_data_splits
 from megatron.core.datasets.dataset_protocols import DatasetKind, Sample, SplitDataset, SplitRequest, TokenSpan
 from megatron.core.datasets.index_map import IndexCacheFolder, load_or_build_arrays
-from megatron.core.datasets.kinds import make_gpt_dataset_kind
 from megatron.core.datasets.storage import is_remote_path
+from megatron.core.datasets.text_kinds import make_gpt_dataset_kind
 from megatron.core.tokenizers.base import Tokenizer
 
 MOST_DATASETS = 32766

@@ -14,9 +14,9 @@ from megatron.core.datasets.bert import BERTDataset, BERTSampleOptions
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.indexed import DataError
-from megatron.core.datasets.kinds import make_bert_dataset_kind
 from megatron.core.datasets.masking import TokenMaskingOptions, word_continuation_mask
 from megatron.core.datasets.samplers import collate
+from megatron.core.datasets.sentence_kinds import make_bert_dataset_kind
 from megatron.core.tokenizers.build import NullTokenizer
 from tests.helpers.sentences import CLS, MASK, PAD, SEP, LetterTokenizer, some_documents, write
 

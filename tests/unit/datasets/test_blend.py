@@ -19,7 +19,7 @@ from megatron.core.datasets.data_splits import parse_blend, parse_split, plan_da
 from megatron.core.datasets.dataset_protocols import SplitRequest
 from megatron.core.datasets.gpt import GPTDataset, GPTSampleOptions
 from megatron.core.datasets.indexed import DataError, IndexedDataset, IndexedDatasetBuilder
-from megatron.core.datasets.kinds import maskable_pad_id
+from megatron.core.datasets.text_kinds import maskable_pad_id
 from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
 from megatron.core.tokenizers.build import ByteTokenizer, NullTokenizer
 

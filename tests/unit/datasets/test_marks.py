@@ -9,7 +9,7 @@ from megatron.core.config.flags.declare import ConfigError, config_from_flat_dic
 from megatron.core.config.settings.data import TokenizerConfig
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.ingest.encode import EncodeOptions, RecordEncoder
-from megatron.core.datasets.kinds import make_bert_dataset_kind, make_t5_dataset_kind
+from megatron.core.datasets.sentence_kinds import make_bert_dataset_kind, make_t5_dataset_kind
 from megatron.core.datasets.special_tokens import (
     count_ids_around_text,
     encode_without_special_tokens,

@@ -11,8 +11,8 @@ from megatron.core.config.flags.declare import ConfigError, config_from_flat_dic
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.dataset_protocols import SplitRequest
-from megatron.core.datasets.kinds import make_t5_dataset_kind
 from megatron.core.datasets.masking import TokenMaskingOptions, word_continuation_mask
+from megatron.core.datasets.sentence_kinds import make_t5_dataset_kind
 from megatron.core.datasets.t5 import T5Dataset, T5SampleOptions
 from tests.helpers.sentences import BOS, EOS, PAD, LetterTokenizer, some_documents, write
 
