@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,6 @@ from megatron.core.parallel.spec import (
     quantized_storage_of,
 )
 from megatron.core.tensor_parallel import compiled_linear, compiled_low_precision
-from megatron.core.tensor_parallel.adapter import LinearAdapter
 from megatron.core.tensor_parallel.frozen_quantized import dense_weight, frozen_quantized_linear
 from megatron.core.tensor_parallel.low_precision import LowPrecisionLinearOptions, low_precision_linear, make_tp_scaling
 from megatron.core.tensor_parallel.overlapped_matmul import all_gather_matmul, matmul_reduce_scatter
@@ -169,6 +168,27 @@ def local_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: TensorP
     return _ParallelLinear.apply(x, weight, bias, region.without_communication())
 
 
+class LinearBranch(Protocol):
+    """What stands beside a linear layer and changes its output: the layer's adapter, or those of several requests."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it changes anything now."""
+
+    @property
+    def has_dora_magnitudes(self) -> bool:
+        """Whether it scales the rows of the layer's own product, too, and so takes that without the bias."""
+
+    def __call__(self, x: Tensor, base: Tensor, weight: Tensor) -> Tensor:
+        """Return the changed output, like base. x: the layer's input, [..., in]; weight: this rank's shard, [out, in]."""
+
+    def merged_weight(self, weight: Tensor) -> Tensor:
+        """Return this rank's shard of the weight with the branch merged in, [out, in]; without gradient."""
+
+    def reset_dora_magnitudes(self, weight: Tensor) -> None:
+        """Set magnitudes to the norms of the rows of the weight, [out, in]."""
+
+
 class AdaptableLinear(nn.Module):
     """Base of linear layers: a weight, perhaps a bias, and perhaps an adapter."""
 
@@ -179,7 +199,7 @@ class AdaptableLinear(nn.Module):
         super().__init__()
         self.weight = meta_parameter(weight, mesh, dtype)
         self.bias = None if bias is None else meta_parameter(bias, mesh, dtype)
-        self.adapter: LinearAdapter | None = None
+        self.adapter: LinearBranch | None = None
 
     def apply_with_adapter(
         self, x: Tensor, bias: Tensor | None, multiply: Callable[[Tensor, Tensor | None], Tensor]

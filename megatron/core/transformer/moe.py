@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -32,7 +32,6 @@ from megatron.core.parallel.spec import (
 from megatron.core.parallel.wgrad import WeightGradStore
 from megatron.core.tensor_parallel.frozen_quantized import frozen_quantized_grouped_linear
 from megatron.core.tensor_parallel.low_precision import LowPrecisionScaling, low_precision_grouped_linear
-from megatron.core.transformer.adapters import GroupedLinearAdapter
 from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.dispatch import ExpertInputs, make_token_dispatcher
@@ -65,6 +64,15 @@ class _DelayedWgradGroupedLinear(Function):
             context.wgrad_store.put([weight], lambda: (compute(),))
             return own, None, None, None, None
         return own, compute(), None, None, None
+
+
+class ExpertBranch(Protocol):
+    """What stands beside a linear layer of experts, and adds to its output while it is enabled: its adapter."""
+
+    enabled: bool
+
+    def __call__(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Return what is added, [n, out]. x: [n, in], sorted by expert; counts: [e], rows of each expert."""
 
 
 class GroupedLinear(nn.Module):
@@ -105,7 +113,7 @@ class GroupedLinear(nn.Module):
             stacked=True,
         )
         self.bias = meta_parameter(spec, build.mesh, build.dtype) if build.model.add_bias_linear else None
-        self.adapter: GroupedLinearAdapter | None = None
+        self.adapter: ExpertBranch | None = None
 
     def forward(
         self, x: Tensor, counts: Tensor, weights: Tensor | None = None, *, skip_bias_add: bool = False
