@@ -168,6 +168,10 @@ class InMemoryAdapterSource:
             name: ShapeAndDtype(tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()
         }
 
+    def fills(self, name: str) -> bool:
+        """Whether it must have this tensor of a run: all of its adapters, and what was saved beside them."""
+        return is_adapter_parameter(name) or name in self.formats
+
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of an adapter's tensor, [*box.shape]; see `Source`."""
         return self._tensors[name][box.slices()]

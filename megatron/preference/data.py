@@ -17,11 +17,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron.adapters.quantized_base import without_adapters
 from megatron.core.datasets.blend import build_split_datasets
 from megatron.core.datasets.dataset_protocols import DatasetKind
 from megatron.core.datasets.text_kinds import make_gpt_dataset_kind
 from megatron.core.parallel import collectives
-from megatron.core.transformer.adapters import without_adapters
 from megatron.preference.dataset import PreferenceDatasetKind
 from megatron.preference.reference_cache import load_or_cache_reference_logprobs
 from megatron.preference.settings import PreferenceConfig, reference_checkpoint_path

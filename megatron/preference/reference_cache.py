@@ -22,17 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.adapters.quantized_base import without_adapters
+from megatron.adapters.saved import source_base_hash
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.datasets.data_splits import plan_data_splits
 from megatron.core.datasets.indexed import DataError
 from megatron.core.datasets.storage import atomic_file
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
-from megatron.core.transformer.adapters import without_adapters
 from megatron.preference.dataset import PreferenceDataset, PreferenceDatasetKind, PreferenceRowSource
 from megatron.preference.settings import PreferenceConfig
 from megatron.preference.step import compute_answer_logprobs, mismatched_answers_batch
-from megatron.training.checkpoint.adapters import source_base_hash
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.resuming import decide_on_first_rank
 from megatron.training.data.sample_order import FILL, stages_read_data

@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.adapters.quantized_base import without_adapters
 from megatron.core.config.flags.declare import raise_config_error_if
 from megatron.core.datasets.indexed import DataError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel.device import empty_cache, free_and_total_memory, has_separate_memory
 from megatron.core.parallel.mesh import SplitMeshJob
-from megatron.core.transformer.adapters import without_adapters
 from megatron.inference.sampling import SamplingParams
 from megatron.rl import rollout_batches
 from megatron.rl.advantages import rollouts_with_advantages, rollouts_with_token_advantages

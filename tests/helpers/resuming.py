@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from megatron.adapters.saved import trained_weights_only
 from megatron.training.checkpoint import run_state
-from megatron.training.checkpoint.adapters import trained_weights_only
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from tests.helpers import tiny
 from tests.helpers.training import Held, Outcome, held_weights, outcome, train_on

@@ -10,13 +10,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from megatron.adapters import quantized_base
 from megatron.core.distributed import finalize
 from megatron.core.distributed.buffers import OwnedSegment
 from megatron.core.optimizer import clip
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, ShardedDim
-from megatron.core.tensor_parallel import adapter, frozen_quantized
+from megatron.core.tensor_parallel import adapter
 from megatron.core.tensor_parallel.adapter import LinearAdapter
 from megatron.core.tensor_parallel.linear import AdaptableLinear
 from megatron.core.transformer import adapters
@@ -142,7 +143,7 @@ ADAPTERS: tuple[Defect, ...] = (
     Defect(
         "a rank quantizes its shard by blocks that begin with it",
         (("tp4 sp dp2 zero", "qlora"), ("tp2 sp", "qdora-mla")),
-        ((frozen_quantized, "_enclosing_whole_blocks", _own_box),),
+        ((quantized_base, "_enclosing_whole_blocks", _own_box),),
     ),
     Defect(
         "frozen weights are in the optimizer",

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron.adapters import quantized_base
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.vision import vision_encoder_config
 from megatron.core.datasets.samplers import collate
 from megatron.core.models import vision
 from megatron.core.models.vision import ImageEmbedder, VisionEncoder
 from megatron.core.parallel.mesh import Axis
-from megatron.core.transformer import adapters
 from megatron.training.state import trainer
 from megatron.verify.parity import short_run
 from tests.parity.defect import Defect, collectives_with
@@ -25,7 +25,7 @@ _encode, _forward, _rows, _is_trained = (
     VisionEncoder.forward,
     ImageEmbedder.forward,
     ImageEmbedder.encode_images,
-    adapters.is_trained_parameter,
+    quantized_base.is_trained_parameter,
 )
 
 

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.adapters.files import LoadedAdapter
+from megatron.adapters.saved import require_matching_base, source_base_hash
 from megatron.cli.tool_parser import (
     ToolArgumentParser,
     add_checkpoint_options,
@@ -53,7 +54,7 @@ from megatron.inference.server.chat import ChatPromptEncoder
 from megatron.inference.server.serving import GenerationServing, RequestLimits
 from megatron.inference.service import EngineService
 from megatron.inference.service_thread import ServiceThread
-from megatron.training.checkpoint.adapters import open_adapters, require_matching_base, source_base_hash
+from megatron.training.checkpoint.adapters import open_adapters
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.checkpoint.inference_model import (
     GPT,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.rule import UpdateRule
 
 AttentionCount = Literal["causal", "square"]
-# Of a code, an 8-bit scale for 64 of them, and a mean and a step for 256 scales (kernels/low_precision/weight_blocks.py).
+# Of a code, an 8-bit scale for 64 of them, and a mean and a step for 256 scales (adapters/quantized_base.py).
 QUANTIZED_BYTES = {name: bits / 8 + 1 / 64 + 8 / (64 * 256) for name, bits in (("nf4", 4), ("int8", 8))}
 
 

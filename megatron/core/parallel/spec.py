@@ -162,7 +162,7 @@ def param_spec_of(param: nn.Parameter) -> ParamSpec:
 
 
 class QuantizedStorage(Protocol):
-    """The values of a parameter that stays on the meta device (`tensor_parallel.quantized.FrozenQuantizedWeight` implements it)."""
+    """The values of a parameter that stays on the meta device (`FrozenQuantizedWeight` implements it)."""
 
     @property
     def boxes(self) -> tuple[Box, ...]:
@@ -177,6 +177,9 @@ class QuantizedStorage(Protocol):
 
     def storage_tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors (any shape) that store the quantized values."""
+
+    def dequantized(self) -> Tensor:
+        """Return this rank's shard dequantized, newly allocated, [..., rows, columns], in the parameter's dtype."""
 
 
 def quantized_storage_of(param: Tensor) -> QuantizedStorage | None:

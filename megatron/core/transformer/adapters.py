@@ -6,18 +6,15 @@ each rank has a partial sum. The factor that is whole sees a share of its gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.adapters import WHOLE, AdapterPlan, is_trained_parameter, linear_shapes_of_layer
+from megatron.core.config.adapters import WHOLE, AdapterPlan, linear_shapes_of_layer
 from megatron.core.config.plan.layers import LayerPlan
-from megatron.core.config.settings.adapter import AdapterConfig
-from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import (
     FusedWeightSegment,
     ParamSpec,
@@ -27,7 +24,6 @@ from megatron.core.parallel.spec import (
     param_spec_of,
 )
 from megatron.core.tensor_parallel.adapter import AdapterBuildContext, LinearAdapter, kaiming_uniform_initializer
-from megatron.core.tensor_parallel.frozen_quantized import mark_frozen_for_quantization
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 
 
@@ -42,39 +38,6 @@ def add_adapters_to_layer(layer: nn.Module, plan: LayerPlan, build: LayerBuildCo
             linear.adapter = GroupedLinearAdapter(tuple(group), names, linear.weight, build)  # type: ignore[arg-type]
         else:
             linear.adapter = LinearAdapter(tuple(group), names, linear.weight, build.tp_region, made)  # type: ignore[arg-type]
-
-
-def freeze_untrained(network: nn.Module, config: AdapterConfig, mesh: Mesh) -> None:
-    """Freeze what the run does not train; with adapters, all but those and --lora-modules-to-save.
-
-    Frozen matrices of layers are prepared for --lora-base-quantization, before they have values.
-    """
-    for param in network.parameters():
-        name = param_spec_of(param).name
-        if not is_trained_parameter(name, config):
-            param.requires_grad_(False)
-    if config.lora_base_quantization != "none":
-        mark_frozen_for_quantization(network, mesh, config.lora_base_quantization)
-
-
-@contextmanager
-def without_adapters(*networks: nn.Module) -> Iterator[None]:
-    """Disable all adapters inside, so that networks compute what their frozen base does; without gradients.
-
-    networks: whole ones, pipeline stages, or stages inside of DDP or FSDP. Modules of --lora-modules-to-save stay as
-    trained.
-    """
-    adapters = [
-        one for each in networks for one in each.modules() if isinstance(one, LinearAdapter | GroupedLinearAdapter)
-    ]
-    before = [one.enabled for one in adapters]
-    for one in adapters:
-        one.enabled = False
-    try:
-        yield
-    finally:
-        for one, enabled in zip(adapters, before, strict=True):
-            one.enabled = enabled
 
 
 class ExpertLoRAFactors(nn.Module):

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from megatron.adapters.files import InMemoryAdapterSource
-from megatron.core.config.adapters import is_adapter_parameter
+from megatron.adapters.saved import AdaptersRefused, AdapterState, is_adapter_checkpoint
 from megatron.core.config.flags.declare import config_to_flat_dict, flag_name
 from megatron.core.config.settings.run import RunConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError, SavedRunConfig
@@ -38,13 +37,7 @@ from megatron.core.dist_checkpointing.state_hooks import MissingWeights, StateHo
 from megatron.core.optimizer.schedule import OptimizerParamSchedule, resolve_resumed_schedule
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
-from megatron.training.checkpoint.adapters import (
-    AdaptersRefused,
-    AdapterState,
-    is_adapter_checkpoint,
-    open_adapters,
-    require_matching_base,
-)
+from megatron.training.checkpoint.adapters import open_adapters
 from megatron.training.checkpoint.resuming import (
     OpenedCheckpoint,
     ResumeRequest,
@@ -185,7 +178,7 @@ class Checkpointer(StepHooks):
             self._resume_from(decide_on_first_rank(self.mesh.world, lambda: find_requested_checkpoint(config)), started)
         source = self._resume_from(request, started)
         if adapters and options.adapter and source is not None and not is_adapter_checkpoint(source):
-            self._load_adapters(options.adapter, adapters.base)
+            self._load_adapters(options.adapter, adapters)
         return source is not None
 
     def _resume_from(self, request: ResumeRequest | None, started: float) -> CheckpointSource | None:
@@ -325,14 +318,11 @@ class Checkpointer(StepHooks):
             state = hook.chosen(state)
         return state
 
-    def _load_adapters(self, folder: str, base: Mapping[str, Any]) -> None:
-        """Load a folder's adapters; `CheckpointError` before any tensor is changed. base: hash and origin of that loaded before."""
+    def _load_adapters(self, folder: str, state: AdapterState) -> None:
+        """Load a folder's adapters; `CheckpointError` before any tensor is changed. state: knows the base loaded before."""
         adapters = open_adapters(folder, self.config.model)
-        source = InMemoryAdapterSource(adapters)
-        require_matching_base(adapters, base)
-        self._load_weights(
-            source, lambda name: is_adapter_parameter(name) or name in source.formats, complete=("model.",)
-        )
+        source = state.source_of(adapters)
+        self._load_weights(source, source.fills, complete=("model.",))
         self._log_info(
             f"loaded adapters of {folder}: {len(adapters.pairs)} of linear layers, and {len(adapters.saved)} whole parameters; "
             f"trained on {adapters.base.get('where') or 'a base that they do not name'}"

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.adapters.saved import is_adapter_checkpoint
 from megatron.core.config.flags.declare import ConfigError, config_from_flat_dict, raise_config_error_if
 from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.plan.network import model_config_from_settings
@@ -51,7 +52,6 @@ from megatron.core.tokenizers.base import Tokenizer, tokenizer_fingerprint_field
 from megatron.core.tokenizers.build import build_tokenizer, tokenizer_folder
 from megatron.core.tokenizers.generation_config import GenerationDefaults, read_generation_defaults
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
-from megatron.training.checkpoint.adapters import is_adapter_checkpoint
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import read_launch_info, world_size
 from megatron.training.launch.rendezvous import init_default_process_group

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron.adapters.quantized_base import freeze_untrained
 from megatron.core.config.plan.layers import StageSpec
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.distributed.buffers import default_bucket_size
@@ -24,7 +25,6 @@ from megatron.core.pipeline_parallel.executor import PipelineWork, run_rank_scri
 from megatron.core.pipeline_parallel.schedules import forward_only_plan, pipeline_plan_of_run, with_reduction_actions
 from megatron.core.pipeline_parallel.transfers import RankScript, build_rank_script
 from megatron.core.transformer.activation_offloading import set_up_activation_offload
-from megatron.core.transformer.adapters import freeze_untrained
 from megatron.core.transformer.blocks import Block
 from megatron.training.state.batch import Batch, LossFunction
 from megatron.training.state.hooks import LowPrecisionAndAfterStepHook, StepHooks

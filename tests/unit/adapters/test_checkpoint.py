@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.adapters.files import BASE
+from megatron.adapters.saved import base_weights_hash
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.saved import open_native_checkpoint
-from megatron.training.checkpoint.adapters import BASE, base_weights_hash
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny

@@ -21,6 +21,7 @@ from megatron.adapters import peft
 from megatron.adapters.files import LoadedAdapter, read_native_adapter_checkpoint
 from megatron.adapters.peft_config import CONFIG
 from megatron.adapters.peft_export import write_peft_folder
+from megatron.adapters.saved import possible_base_model_names, source_base_hash
 from megatron.cli.commands import check_config
 from megatron.cli.commands.checkpoint import adapter as tool
 from megatron.core.config.flags.declare import ConfigError
@@ -28,7 +29,7 @@ from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.families import hf
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.spec import param_spec_of
-from megatron.training.checkpoint.adapters import open_adapters, possible_base_model_names, source_base_hash
+from megatron.training.checkpoint.adapters import open_adapters
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.state.trainer import Trainer

@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.config.plan.stages import stage_specs_of_run
-from megatron.core.config.rules.engine import broken_rules
-from megatron.core.dist_checkpointing.saved import open_native_checkpoint
-from megatron.core.kernels.low_precision.weight_blocks import (
+from megatron.adapters.files import BASE
+from megatron.adapters.quantized_base import (
     BlockQuantizedWeight,
     multiply_by_block_scales,
     nf4_value_pairs,
@@ -22,11 +20,14 @@ from megatron.core.kernels.low_precision.weight_blocks import (
     quantize_weight_blocks,
     unpack_nf4_values,
 )
+from megatron.adapters.saved import base_weights_hash
+from megatron.core.config.plan.stages import stage_specs_of_run
+from megatron.core.config.rules.engine import broken_rules
+from megatron.core.dist_checkpointing.saved import open_native_checkpoint
 from megatron.core.models.flops import estimate_memory_by_pipeline_rank
 from megatron.core.parallel.spec import local_shard_boxes, param_spec_of, quantized_storage_of
 from megatron.core.tensor_parallel.frozen_quantized import dense_weight
 from megatron.plan.simulate.dry_run import dry_run
-from megatron.training.checkpoint.adapters import BASE, base_weights_hash
 from megatron.training.checkpoint.checkpointing import Checkpointer
 from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny

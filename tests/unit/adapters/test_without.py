@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.adapters import without_adapters
+from megatron.adapters.quantized_base import without_adapters
 from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.training import train_on

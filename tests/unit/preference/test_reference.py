@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.adapters.quantized_base import without_adapters
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.adapters import without_adapters
 from megatron.preference import step as preference_step
 from megatron.preference.data import ReferenceScoredBatches
 from megatron.preference.settings import PreferenceConfig

@@ -26,6 +26,7 @@ from megatron.adapters.files import (
     read_native_adapter_checkpoint,
 )
 from megatron.adapters.peft_export import write_peft_folder
+from megatron.adapters.saved import require_matching_base, source_base_hash
 from megatron.cli.commands.checkpoint.export import DTYPES
 from megatron.cli.tool_parser import ToolArgumentParser
 from megatron.core.config.flags.declare import ConfigError, config_to_flat_dict
@@ -35,7 +36,7 @@ from megatron.core.dist_checkpointing.rewrite import CastSource, rewrite_checkpo
 from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families.hf_folder import is_hf_checkpoint
 from megatron.core.families.tokenizer_files import tokenizer_settings_of_folder
-from megatron.training.checkpoint.adapters import open_adapters, require_matching_base, source_base_hash
+from megatron.training.checkpoint.adapters import open_adapters
 from megatron.training.checkpoint.export import export_hf_with_tokenizer
 from megatron.training.checkpoint.formats import open_checkpoint
 from megatron.training.launch.launch_info import install_interrupt_excepthook
