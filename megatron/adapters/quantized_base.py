@@ -32,8 +32,7 @@ from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import derive_seed
 from megatron.core.parallel.spec import LocalShardBox, local_shape, local_shard_boxes, param_spec_of
-from megatron.core.tensor_parallel.adapter import LinearAdapter
-from megatron.core.transformer.adapters import GroupedLinearAdapter
+from megatron.core.transformer.adapters import GroupedLinearAdapter, LinearAdapter
 
 BLOCK = 64  # inputs that share a scale
 SCALES = 256  # rows whose scales share a mean and a step

@@ -24,9 +24,9 @@ from megatron.core.config.settings.model import ModelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import device as devices
 from megatron.core.parallel.spec import local_shape, local_shard_boxes, param_spec_of
-from megatron.core.tensor_parallel.adapter import AdapterBuildContext, LinearAdapter
 from megatron.core.tensor_parallel.frozen_quantized import dense_weight
 from megatron.core.tensor_parallel.linear import AdaptableLinear
+from megatron.core.transformer.adapters import AdapterBuildContext, LinearAdapter
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 
 

@@ -17,10 +17,9 @@ from megatron.core.optimizer import clip
 from megatron.core.parallel.boxes import Box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.spec import FusedWeightSegment, ParamSpec, ShardedDim
-from megatron.core.tensor_parallel import adapter
-from megatron.core.tensor_parallel.adapter import LinearAdapter
 from megatron.core.tensor_parallel.linear import AdaptableLinear
 from megatron.core.transformer import adapters
+from megatron.core.transformer.adapters import LinearAdapter
 from megatron.training.state import trainer
 from tests.parity.defect import Defect, nothing, sum_replicated_but
 
@@ -53,6 +52,10 @@ def _of_layers(segment: OwnedSegment) -> bool:
 
 def _one_part(dim: int, axis: str, parts: tuple[FusedWeightSegment, ...]) -> ShardedDim:
     return ShardedDim(dim, axis, (FusedWeightSegment(sum(part.size for part in parts)),))
+
+
+def _one_part_of_experts(dim: int, axis: str, parts: tuple[FusedWeightSegment, ...]) -> ShardedDim:
+    return _one_part(dim, axis, parts) if axis == "etp" else ShardedDim(dim, axis, parts)
 
 
 def _with_region(**replaced: Any) -> Any:
@@ -98,17 +101,17 @@ ADAPTERS: tuple[Defect, ...] = (
     Defect(
         "B of q, k and v together is cut as one matrix",
         (("tp2", "lora-fused"), ("tp2 sp", "lora-fused")),
-        ((adapter, "ShardedDim", _one_part),),
+        ((adapters, "ShardedDim", _one_part),),
     ),
     Defect(
         "A of a row layer has other columns than those of its rank's input",
         (("tp2", "lora-fused"), ("tp2 sp", "lora")),
-        ((adapter, "ParamSpec", _cut_in_two),),
+        ((adapters, "ParamSpec", _cut_in_two),),
     ),
     Defect(
         "B of gate and up of experts is cut as one matrix",
         (("ep2 etp2 dp4", "lora-moe-fused"),),
-        ((adapters, "ShardedDim", _one_part),),
+        ((adapters, "ShardedDim", _one_part_of_experts),),
     ),
     Defect(
         "the product of a row layer's A, cut as the input, is not summed",

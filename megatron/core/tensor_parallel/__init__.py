@@ -3,7 +3,6 @@
 region.py                  entrance and exit of a tensor-parallel region, with or without sequence parallelism
 linear.py                  ColumnParallelLinear and RowParallelLinear
 compiled_linear.py         linear layers in graphs of torch's compiler
-adapter.py                 adapters of linear layers: LoRA, rsLoRA, DoRA
 frozen_quantized.py        products with frozen weights that are stored quantized
 low_precision.py           fp8 and fp4 matmuls, delayed scaling
 compiled_low_precision.py  the same in graphs of torch's compiler

@@ -1,7 +1,7 @@
 """What a layer is made of.
 
 context/                  what every layer's constructor and forward pass receive
-adapters.py               adapters beside the linear layers of a layer, those of experts
+adapters.py               adapters beside linear layers and those of experts: LoRA, rsLoRA, DoRA
 dropout.py                dropout from a named random stream
 mixers/                   attention, latent attention, Mamba-2 and the gated delta net
 relative.py               T5's relative positions

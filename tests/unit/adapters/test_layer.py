@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megatron.core.parallel import collectives
 from megatron.core.parallel.rng import RandomStreams
-from megatron.core.tensor_parallel.adapter import LinearAdapter, LoRAFactors
 from megatron.core.tensor_parallel.linear import AdaptableLinear
+from megatron.core.transformer.adapters import LinearAdapter, LoRAFactors
 from megatron.training.state.trainer import Trainer
 from tests.helpers import tiny
 from tests.helpers.world import Worlds
