@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.adapters import WHOLE, is_adapter_parameter, layer_module_path, linear_shapes_of_layer
+from megatron.core.config.adapters import WHOLE, is_adapter_parameter
 from megatron.core.config.flags.declare import config_to_flat_dict
 from megatron.core.config.plan.layers import network_layer_plans
+from megatron.core.config.plan.linear_layers import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.plan.network import model_config_from_settings
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig

@@ -30,9 +30,9 @@ from megatron.adapters.peft_config import CONFIG, PeftConfig, read_peft_config
 from megatron.adapters.peft_factors import ConvertedTensors, add_adapters
 from megatron.adapters.peft_mapping import PeftMatrixMapping
 from megatron.adapters.peft_saved import add_whole_parameters
-from megatron.core.config.adapters import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.flags.bounded_regex import RegexError
 from megatron.core.config.plan.layers import network_layer_plans
+from megatron.core.config.plan.linear_layers import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron.adapters.files import MERGED_ONLY
-from megatron.core.config.adapters import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.mixers.mixer import LinearShape
 from megatron.core.config.plan.layers import network_layer_plans
+from megatron.core.config.plan.linear_layers import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.families.parameter_mapping import Family, ParameterMapping

@@ -18,14 +18,9 @@ from torch import Tensor, nn
 from megatron.adapters.files import BASE, OUTPUT_LAYER, InMemoryAdapterSource, LoadedAdapter
 from megatron.adapters.peft_config import CONFIG
 from megatron.adapters.quantized_base import quantize_dequantize_box
-from megatron.core.config.adapters import (
-    WHOLE,
-    is_adapter_parameter,
-    is_trained_parameter,
-    layer_module_path,
-    linear_shapes_of_layer,
-)
+from megatron.core.config.adapters import WHOLE, is_adapter_parameter, is_trained_parameter
 from megatron.core.config.plan.layers import network_layer_plans
+from megatron.core.config.plan.linear_layers import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError

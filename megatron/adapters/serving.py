@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.adapters.files import InMemoryAdapterSource, LoadedAdapter
-from megatron.core.config.adapters import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.plan.layers import LayerPlan, network_layer_plans
+from megatron.core.config.plan.linear_layers import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel import device as devices

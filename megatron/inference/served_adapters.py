@@ -8,8 +8,8 @@ from itertools import count
 import torch
 
 from megatron.adapters.files import LoadedAdapter, incomplete_adapter_problems, require_adapters_fit_network
-from megatron.core.config.adapters import EXPERTS
 from megatron.core.config.flags.declare import ConfigError
+from megatron.core.config.plan.linear_layers import EXPERTS
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.inference.model_runner import ModelRunner

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Protocol
 
-from megatron.core.config.mixers.mixer import LinearShape, Mixer
+from megatron.core.config.mixers.mixer import LinearShape
+from megatron.core.config.plan.linear_layers import EXPERTS, LayerStructure, layer_module_path, linear_shapes_of_layer
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 
 ALL_LINEAR = "all-linear"
-EXPERTS = ".mlp.experts."
 WHOLE = "whole"  # what the pair of factors of a whole matrix is called among parameters
 # (our matrix, its part) -> the projection as published networks call it.
 PROJECTIONS: Mapping[tuple[str, str], str] = {
@@ -43,26 +42,6 @@ PROJECTIONS: Mapping[tuple[str, str], str] = {
 }
 
 
-class LayerStructure(Protocol):
-    """The fields of a layer's plan that determine which linear layers it has."""
-
-    @property
-    def index(self) -> int:
-        """Number of the layer, from 0."""
-
-    @property
-    def mixers(self) -> Sequence[Mixer]:
-        """Its one or two kinds of sequence mixers, of which the second runs in parallel to the first."""
-
-    @property
-    def has_cross_attention(self) -> bool:
-        """Whether it has cross attention to an encoder."""
-
-    @property
-    def mlp(self) -> str:
-        """Kind of MLP: dense, moe or none."""
-
-
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
     """One adapter of a layer. linear: path of the linear layer. part: name of the fused part; "": the whole matrix.
@@ -74,35 +53,6 @@ class AdapterPlan:
     part: str
     rank: int
     scale: float
-
-
-def linear_shapes_of_layer(model: ModelConfig, plan: LayerStructure) -> dict[str, LinearShape]:
-    """Return the shape of every linear layer of a transformer layer, by its path in the layer."""
-    result = {
-        f"{mixer.module}.{name}": shape for mixer in plan.mixers for name, shape in mixer.linear_shapes(model).items()
-    }
-    hidden = model.hidden_size
-    if plan.has_cross_attention:
-        result["cross_attention.linear_q"] = LinearShape(hidden, (("", model.query_projection_width),))
-        result["cross_attention.linear_kv"] = LinearShape(
-            hidden, (("k", model.key_projection_width), ("v", model.key_projection_width))
-        )
-        result["cross_attention.linear_proj"] = LinearShape(model.query_projection_width, (("", hidden),))
-    widths = {} if plan.mlp == "none" else {"mlp": model.ffn_hidden_size}
-    if plan.mlp == "moe":
-        shared = model.moe.moe_shared_expert_intermediate_size
-        widths = {"mlp.experts": model.moe.moe_ffn_hidden_size or model.ffn_hidden_size}
-        widths |= {} if shared is None else {"mlp.shared_experts": shared}
-    for path, width in widths.items():
-        parts = (("gate", width), ("up", width)) if model.has_gated_mlp else (("", width),)
-        result[f"{path}.linear_fc1"] = LinearShape(hidden, parts)
-        result[f"{path}.linear_fc2"] = LinearShape(width, (("", hidden),))
-    return result
-
-
-def layer_module_path(model: ModelConfig, plan: LayerStructure) -> str:
-    """Return the global name of a layer, such as `decoder.layers.3`."""
-    return f"{model.architecture.layers[plan.has_cross_attention]}.{plan.index}"
 
 
 def layer_adapter_plans(model: ModelConfig, plan: LayerStructure) -> tuple[AdapterPlan, ...]:

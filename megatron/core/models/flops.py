@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Literal
 
-from megatron.core.config.adapters import EXPERTS, linear_shapes_of_layer
 from megatron.core.config.mixers.table import MIXERS, attention_of, mixer_beside_attention
 from megatron.core.config.plan.layers import LayerPlan, StageSpec, all_layer_plans, network_layer_plans
+from megatron.core.config.plan.linear_layers import EXPERTS, linear_shapes_of_layer
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.optim import BYTES
 from megatron.core.config.settings.run import RunConfig

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.core.config.adapters import EXPERTS, is_trained_parameter, layer_module_path, linear_shapes_of_layer
+from megatron.core.config.adapters import is_trained_parameter
 from megatron.core.config.plan.layers import LayerPlan, mtp_depth_layer_plans, network_layer_plans
+from megatron.core.config.plan.linear_layers import EXPERTS, layer_module_path, linear_shapes_of_layer
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.vision import vision_encoder_config
 from megatron.core.models.describe import global_parameter_shapes

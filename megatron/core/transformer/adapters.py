@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron.core.config.adapters import WHOLE, AdapterPlan, linear_shapes_of_layer
+from megatron.core.config.adapters import WHOLE, AdapterPlan
 from megatron.core.config.plan.layers import LayerPlan
+from megatron.core.config.plan.linear_layers import linear_shapes_of_layer
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
 from megatron.core.parallel.rng import RandomStreams

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron.core.config.adapters import linear_shapes_of_layer
 from megatron.core.config.plan.layers import network_layer_plans, partition_into_stages
+from megatron.core.config.plan.linear_layers import linear_shapes_of_layer
 from megatron.core.config.rules.engine import broken_rules
 from megatron.core.models.on_meta import build_stage_on_meta
 from megatron.core.parallel.mesh import Mesh

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.adapters.files import LinearLoraWeights, LoadedAdapter
-from megatron.core.config.adapters import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.plan.layers import network_layer_plans
+from megatron.core.config.plan.linear_layers import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.inference import InferenceConfig
 from megatron.core.config.settings.model import ModelConfig

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatron.core.config.adapters import (
-    ALL_LINEAR,
-    EXPERTS,
-    PROJECTIONS,
-    layers_matching_target,
-    rank_and_alpha_of_lora_target,
-)
+from megatron.core.config.adapters import ALL_LINEAR, PROJECTIONS, layers_matching_target, rank_and_alpha_of_lora_target
 from megatron.core.config.mixers.mixer import LinearShape
 from megatron.core.config.plan.layers import LayerPlan, network_layer_plans
+from megatron.core.config.plan.linear_layers import EXPERTS
 from megatron.core.config.rules.rule import ConfigRuleInput, config_rule
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
