@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.adapters import WHOLE, is_adapter_parameter
+from megatron.core.config.adapters import WHOLE, is_adapter_parameter, layer_adapter_plans
 from megatron.core.config.flags.declare import config_to_flat_dict
 from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.plan.linear_layers import layer_module_path, linear_shapes_of_layer
@@ -79,7 +79,7 @@ def planned_adapters(model: ModelConfig) -> Iterator[tuple[str, str, tuple[int, 
     """Yield (global name of the linear layer, part, (first row, number of rows), scale) of every adapter of a network."""
     for plan in network_layer_plans(model):
         shapes = linear_shapes_of_layer(model, plan)
-        for one in plan.adapters:
+        for one in layer_adapter_plans(model, plan):
             rows = shapes[one.linear].row_offset_and_count_of_part(one.part)
             yield f"{layer_module_path(model, plan)}.{one.linear}", one.part, rows, one.scale
 

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.adapters.files import BASE, OUTPUT_LAYER, InMemoryAdapterSource, LoadedAdapter
+from megatron.adapters.files import BASE, OUTPUT_LAYER, InMemoryAdapterSource, LoadedAdapter, planned_adapters
 from megatron.adapters.peft_config import CONFIG
 from megatron.adapters.quantized_base import quantize_dequantize_box
 from megatron.core.config.adapters import WHOLE, is_adapter_parameter, is_trained_parameter
-from megatron.core.config.plan.layers import network_layer_plans
-from megatron.core.config.plan.linear_layers import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
@@ -76,13 +74,9 @@ class SourceWithRowNorms:
         self.where, self.values, self.settings, self._source = source.where, source.values, source.settings, source
         self._config, self._format = model.adapter, model.adapter.lora_base_quantization
         self._rows: dict[str, tuple[str, int, int]] = {}
-        for plan in network_layer_plans(model) if model.adapter.dora else ():
-            shapes = linear_shapes_of_layer(model, plan)
-            for adapter in plan.adapters:
-                matrix = f"model.{layer_module_path(model, plan)}.{adapter.linear}"
-                first, size = shapes[adapter.linear].row_offset_and_count_of_part(adapter.part)
-                magnitude = f"{matrix}.adapter.pairs.{adapter.part or WHOLE}{_LENGTHS}"
-                self._rows[magnitude] = (f"{matrix}.weight", first, size)
+        for linear, part, (first, size), _ in planned_adapters(model) if model.adapter.dora else ():
+            magnitude = f"model.{linear}.adapter.pairs.{part or WHOLE}{_LENGTHS}"
+            self._rows[magnitude] = (f"model.{linear}.weight", first, size)
         lengths = {
             name: ShapeAndDtype((size,), source.formats[matrix].dtype) for name, (matrix, _, size) in self._rows.items()
         }

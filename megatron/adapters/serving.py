@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.adapters.files import InMemoryAdapterSource, LoadedAdapter
+from megatron.core.config.adapters import layer_adapter_plans
 from megatron.core.config.plan.layers import LayerPlan, network_layer_plans
 from megatron.core.config.plan.linear_layers import layer_module_path, linear_shapes_of_layer
 from megatron.core.config.settings.model import ModelConfig
@@ -178,7 +179,7 @@ class AdapterBank:
         """Load the factors of one transformer layer's adapters and set them on its linear layers."""
         made = AdapterBuildContext(self.build.mesh, self.build.streams, self.build.dtype, 0.0, model.adapter.dora)
         shapes = linear_shapes_of_layer(model, plan)
-        for path, group in groupby(plan.adapters, key=lambda one: one.linear):
+        for path, group in groupby(layer_adapter_plans(model, plan), key=lambda one: one.linear):
             linear = layer.get_submodule(path)
             assert isinstance(linear, AdaptableLinear), "adapters of experts are refused"
             names = [name for name, _ in shapes[path].parts]

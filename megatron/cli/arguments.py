@@ -13,7 +13,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,6 @@ from megatron.core.config.flags.declare import (
     flag_name,
     raise_config_error_if,
 )
-from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.data import DataFiles, TokenizerConfig, resumed_null_vocab_size
 from megatron.core.config.settings.run import RequestedRun
@@ -346,17 +344,14 @@ def _adopt_adapter_settings(args: argparse.Namespace) -> list[str]:
     from megatron.training.checkpoint.adapters import adapter_config_of
 
     model = config_from_namespace(RequestedRun, args).model.resolve()
-    theirs, given = adapter_config_of(args.adapter, model, args.pretrained_checkpoint), {}
+    mine = config_to_flat_dict(model.adapter)
+    given = {name: getattr(model.adapter, name) for name in mine if args.origins.get(name) in ("command line", "file")}
+    theirs, fits = adapter_config_of(args.adapter, model, args.pretrained_checkpoint, given)
     for name, value in config_to_flat_dict(theirs).items():
-        if args.origins.get(name) in ("command line", "file"):
-            given[name] = getattr(model.adapter, name)
-        else:
+        if name not in given:
             setattr(args, name, value)
             args.origins[name] = "checkpoint"
-    plans, both = (
-        network_layer_plans(replace(model, adapter=adapter)) for adapter in (theirs, replace(theirs, **given))
-    )
-    if plans == both and given.get("dora", theirs.dora) == theirs.dora:
+    if fits:
         return []
     contradicts = [flag_name(name) for name in given if name not in ("lora_dropout", "lora_modules_to_save", "freeze")]
     return [f"{', '.join(contradicts)}: --adapter {args.adapter} says otherwise; leave out what it says"]

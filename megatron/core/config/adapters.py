@@ -1,4 +1,4 @@
-"""Which linear layers of a layer have an adapter, and of what rank: the part of a layer's plan that adapters are made from.
+"""Which linear layers of a layer have an adapter, and of what rank.
 
     --lora-targets q_proj v_proj=16  ->  layers.0.self_attention.linear_qkv: part q of rank 8, part v of rank 16;  layers.1 ...
 
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from megatron.core.config.mixers.mixer import LinearShape
-from megatron.core.config.plan.linear_layers import EXPERTS, LayerStructure, layer_module_path, linear_shapes_of_layer
+from megatron.core.config.plan.layers import LayerPlan
+from megatron.core.config.plan.linear_layers import EXPERTS, layer_module_path, linear_shapes_of_layer
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 
@@ -55,7 +56,7 @@ class AdapterPlan:
     scale: float
 
 
-def layer_adapter_plans(model: ModelConfig, plan: LayerStructure) -> tuple[AdapterPlan, ...]:
+def layer_adapter_plans(model: ModelConfig, plan: LayerPlan) -> tuple[AdapterPlan, ...]:
     """Return the adapters of a layer, none without --lora-rank; of targets that name the same one, the last counts."""
     config, result = model.adapter, []
     if config.lora_rank is None:
@@ -126,7 +127,7 @@ def _matches_any_pattern(name: str, patterns: Iterable[str]) -> bool:
 
 
 def layers_matching_target(
-    model: ModelConfig, rows: Iterable[LayerStructure], target: str
+    model: ModelConfig, rows: Iterable[LayerPlan], target: str
 ) -> list[tuple[str, str, LinearShape]]:
     """Return (path of linear layer, part, its shape) of everything that a target names in the layers `rows`."""
     return [

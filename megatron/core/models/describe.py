@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron.core.config.adapters import is_trained_parameter
+from megatron.core.config.adapters import is_trained_parameter, layer_adapter_plans
 from megatron.core.config.plan.layers import LayerPlan, StageSpec, network_layer_plans, partition_into_stages
+from megatron.core.config.plan.linear_layers import EXPERTS
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.config.settings.parallel import ParallelConfig
 
 Shape = tuple[int, ...]
-_EXPERTS = ".mlp.experts."
 _LAYERS = ("decoder.layers.", "encoder.layers.")
 
 
@@ -109,7 +109,7 @@ def count_active_parameters(model: ModelConfig) -> int:
     """Count the parameters that a token uses: without idle experts, at each depth of a repeated MTP layer."""
     inactive = 0
     for name, shape in _global_parameter_shapes(replace(model, true_vocab_size=model.padded_vocab_size)):
-        if _EXPERTS in name:
+        if EXPERTS in name:
             inactive += math.prod(shape) // shape[0] * (shape[0] - model.moe.moe_router_topk)
     return count_parameters(model).total - inactive
 
@@ -129,12 +129,18 @@ def count_rank_parameters(
     adapter = model.adapter
     trained = trained and (adapter.has_adapters or bool(adapter.freeze))
     alike = not trained or not (adapter.freeze or adapter.lora_modules_to_save)  # whose patterns may name layers
-    plans = [replace(plan, index=0) if alike else plan for stage in stages for plan in stage.layers]
+    plans = [_first_like(model, plan) if alike else plan for stage in stages for plan in stage.layers]
     layers = [_count_layer_parameters(model, split, plan, trained) for plan in plans]
     rest = sum(
         _count_nonlayer_parameters(model, split, _stage_without_layers(model, stage), trained) for stage in stages
     )
     return RankParameterCounts(sum(total for total, _ in layers), sum(experts for _, experts in layers), rest)
+
+
+def _first_like(model: ModelConfig, plan: LayerPlan) -> LayerPlan:
+    """Return the plan as that of layer 0, so that layers alike are built once; the plan itself if its adapters are others."""
+    first = replace(plan, index=0)
+    return first if layer_adapter_plans(model, first) == layer_adapter_plans(model, plan) else plan
 
 
 def _stage_without_layers(model: ModelConfig, stage: StageSpec) -> StageSpec:
@@ -159,7 +165,7 @@ def _count_layer_parameters(
     stage = StageSpec(0, 1, 0, 0, (plan,), has_embedding=False, has_output=False)
     held = dict(_local_parameter_sizes(model, split, stage, trained))
     sizes = {name: size for name, size in held.items() if name.startswith(_LAYERS)}
-    return sum(sizes.values()), sum(size for name, size in sizes.items() if _EXPERTS in name)
+    return sum(sizes.values()), sum(size for name, size in sizes.items() if EXPERTS in name)
 
 
 @lru_cache(maxsize=1024)

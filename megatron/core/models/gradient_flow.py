@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.core.config.adapters import is_trained_parameter
+from megatron.core.config.adapters import AdapterPlan, is_trained_parameter, layer_adapter_plans
 from megatron.core.config.plan.layers import LayerPlan, mtp_depth_layer_plans, network_layer_plans
 from megatron.core.config.plan.linear_layers import EXPERTS, layer_module_path, linear_shapes_of_layer
 from megatron.core.config.settings.model import ModelConfig
@@ -174,7 +174,9 @@ def _layer_flow(
     model: ModelConfig, plan: LayerPlan, path: str, trained: Trained, *, flows: bool, memory: bool = False
 ) -> LayerFlow:
     """Return what a layer computes. path: its name. flows, memory: its input, and the memory, have a gradient."""
-    layer = _Layer(model, plan, path, trained)
+    # Layers that predict further ahead have no adapters.
+    adapters = layer_adapter_plans(model, plan) if path == layer_module_path(model, plan) else ()
+    layer = _Layer(model, plan, path, trained, adapters)
     total, passes = layer.mixers(flows)
     stream = flows or layer.learns(
         "input_layernorm.", "self_attention.", "mixer.", "post_attention", "attention_scale."
@@ -196,6 +198,7 @@ class _Layer:
     plan: LayerPlan
     path: str
     trained: Trained
+    adapters: tuple[AdapterPlan, ...]
 
     def learns(self, *parts: str) -> bool:
         """Whether any parameter of the layer is trained whose name in it begins like one of these."""
@@ -206,7 +209,7 @@ class _Layer:
         shape = linear_shapes_of_layer(self.model, self.plan)[name]
         total = product_flops(shape.inputs * shape.outputs, trained=self.learns(f"{name}.weight"), flows=flows)
         learns = self.learns(f"{name}.adapter.")
-        for adapter in (one for one in self.plan.adapters if one.linear == name):
+        for adapter in (one for one in self.adapters if one.linear == name):
             _, rows = shape.row_offset_and_count_of_part(adapter.part)
             total += product_flops(shape.inputs * adapter.rank, trained=learns, flows=flows)
             total += product_flops(rows * adapter.rank, trained=learns, flows=flows or learns)

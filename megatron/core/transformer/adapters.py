@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron.core.config.adapters import WHOLE, AdapterPlan
-from megatron.core.config.plan.layers import LayerPlan
+from megatron.core.config.adapters import WHOLE, AdapterPlan, layer_adapter_plans
 from megatron.core.config.plan.linear_layers import linear_shapes_of_layer
 from megatron.core.parallel import collectives
 from megatron.core.parallel.mesh import Axis, Mesh
@@ -43,15 +42,17 @@ from megatron.core.parallel.spec import (
     param_spec_of,
 )
 from megatron.core.tensor_parallel.region import TensorParallelRegion
+from megatron.core.transformer.blocks import Block
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 
 
-def add_adapters_to_layer(layer: nn.Module, plan: LayerPlan, build: LayerBuildContext) -> None:
-    """Put an adapter beside each linear layer that the plan names."""
+def add_adapters_to_layer(layer: Block) -> None:
+    """Put an adapter beside each linear layer of it that --lora-targets name."""
+    plan, build = layer.plan, layer.build
     config = build.model.adapter
     made = AdapterBuildContext(build.mesh, build.streams, build.dtype, config.lora_dropout, config.dora)
     shapes = linear_shapes_of_layer(build.model, plan)
-    for path, group in groupby(plan.adapters, key=lambda one: one.linear):
+    for path, group in groupby(layer_adapter_plans(build.model, plan), key=lambda one: one.linear):
         linear, names = layer.get_submodule(path), [name for name, _ in shapes[path].parts]
         if param_spec_of(linear.weight).stacked:  # type: ignore[arg-type]
             linear.adapter = GroupedLinearAdapter(tuple(group), names, linear.weight, build)  # type: ignore[arg-type]

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.parallel.recompute import recompute
-from megatron.core.transformer.adapters import add_adapters_to_layer
 from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
 from megatron.core.transformer.dropout import Dropout
@@ -39,7 +38,6 @@ class Block(nn.Module):
         self.post_mlp_layernorm: Any = self.make_norm(self.norms_behind and self.mlp is not None)
         stream = self.build.tp_region.dropout_stream
         self.dropout = Dropout(self.build.model.hidden_dropout, self.build.streams, stream)
-        add_adapters_to_layer(self, plan, self.build)
 
     def make_first_half(self) -> None:
         """Create what stands before the MLP, with its norms."""

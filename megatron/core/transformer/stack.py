@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.parallel.mesh import Axis
 from megatron.core.parallel.recompute import recompute
+from megatron.core.transformer.adapters import add_adapters_to_layer
 from megatron.core.transformer.blocks import Block, make_layer
 from megatron.core.transformer.context.forward_context import ForwardContext
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext
@@ -34,7 +35,10 @@ class TransformerStack(nn.Module):
         """make_layer: left out, rows of `BLOCKS`; a network with layers of its own gives another."""
         super().__init__()
         self.build = build
-        self.layers = nn.ModuleDict({str(plan.index): make_layer(plan, build) for plan in plans})
+        layers = [make_layer(plan, build) for plan in plans]
+        for layer in layers:
+            add_adapters_to_layer(layer)
+        self.layers = nn.ModuleDict({str(layer.plan.index): layer for layer in layers})
         self.final_layernorm = build.make_norm(build.model.hidden_size) if final_norm else None
         # around what recomputation keeps of them
         self.offloading: Callable[[list[Block]], AbstractContextManager] = lambda layers: nullcontext()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron.adapters import peft
 from megatron.adapters.files import LoadedAdapter, read_native_adapter_checkpoint, require_adapters_fit_network
 from megatron.adapters.saved import require_same_base_model_name, require_same_vocabulary
+from megatron.core.config.adapters import layer_adapter_plans
+from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.settings.adapter import AdapterConfig
 from megatron.core.config.settings.model import ModelConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
@@ -46,9 +50,11 @@ def _require_regular_files(folder: Path) -> None:
             raise CheckpointError(f"{folder} holds more than {_MOST_FOLDERS} folders, and is no checkpoint of adapters")
 
 
-def adapter_config_of(path: str | Path, model: ModelConfig, base: str | None = None) -> AdapterConfig:
-    """Return the `AdapterConfig` of a folder's adapters, with `freeze` of `model`; `CheckpointError` if they are not of
-    this network or name another base than the folder `base`.
+def adapter_config_of(
+    path: str | Path, model: ModelConfig, base: str | None, given: Mapping[str, Any]
+) -> tuple[AdapterConfig, bool]:
+    """Return the `AdapterConfig` of a folder's adapters, with `freeze` of `model`, and whether settings that are given, by
+    field name, make the same ones; `CheckpointError` if they are not of this network or name another base than the folder `base`.
     """
     known = model if model.true_vocab_size else model.with_vocabulary(1, 1)  # before a tokenizer is built
     adapters = open_adapters(path, known)
@@ -56,4 +62,9 @@ def adapter_config_of(path: str | Path, model: ModelConfig, base: str | None = N
         require_same_base_model_name(adapters, base)
         if known is model or hf_vocabulary_rows(base) is not None:
             require_same_vocabulary(adapters, base)
-    return replace(adapters.model.adapter, freeze=model.adapter.freeze)
+    theirs = replace(adapters.model.adapter, freeze=model.adapter.freeze)
+    both = theirs, replace(theirs, **given)
+    plans, others = (
+        [layer_adapter_plans(replace(model, adapter=one), plan) for plan in network_layer_plans(model)] for one in both
+    )
+    return theirs, plans == others and both[0].dora == both[1].dora

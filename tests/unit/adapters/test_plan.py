@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron.core.config.adapters import layer_adapter_plans
 from megatron.core.config.plan.layers import network_layer_plans, partition_into_stages
 from megatron.core.config.plan.linear_layers import linear_shapes_of_layer
 from megatron.core.config.rules.engine import broken_rules
@@ -51,7 +52,7 @@ def targets(*words: str, **changes: Any) -> set[str]:
     return {
         f"{plan.index}.{one.linear.rpartition('.')[2]}.{one.part}={one.rank}:{one.scale:g}"
         for plan in network_layer_plans(model)
-        for one in plan.adapters
+        for one in layer_adapter_plans(model, plan)
     }
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.adapters.files import LinearLoraWeights, LoadedAdapter
+from megatron.core.config.adapters import layer_adapter_plans
 from megatron.core.config.flags.declare import ConfigError
 from megatron.core.config.plan.layers import network_layer_plans
 from megatron.core.config.plan.linear_layers import layer_module_path, linear_shapes_of_layer
@@ -46,7 +47,7 @@ def adapter_of(model: ModelConfig, config: AdapterConfig, seed: int = 3) -> Load
 
     for plan in network_layer_plans(adapted):
         shapes = linear_shapes_of_layer(adapted, plan)
-        for one in plan.adapters:
+        for one in layer_adapter_plans(adapted, plan):
             rows = shapes[one.linear].row_offset_and_count_of_part(one.part)
             first, second = normal(one.rank, shapes[one.linear].inputs), normal(rows[1], one.rank)
             lengths = 2 + normal(rows[1]) if config.dora else None

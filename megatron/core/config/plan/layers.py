@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 
-from megatron.core.config.adapters import AdapterPlan, layer_adapter_plans
 from megatron.core.config.flags.declare import raise_config_error_if
 from megatron.core.config.flags.parse import parse_layer_frequency
 from megatron.core.config.mixers.gated_delta_net import DeltaNet
@@ -46,7 +45,7 @@ class LayerPlan:
 
     mixer: a row of `MIXERS`, or none. window: (left, right) positions that a query sees beside its own, -1 for all; None: no window.
     parallel_mixer: a mixer whose output is added to that of the first, on the same input, or none. mlp: dense, moe, or none.
-    block: the order of norms, sublayers and sums: pre_norm, post_norm, sandwich, after_sublayer or normed_residual. adapters: of its linear layers.
+    block: the order of norms, sublayers and sums: pre_norm, post_norm, sandwich, after_sublayer or normed_residual.
     """
 
     index: int
@@ -58,7 +57,6 @@ class LayerPlan:
     rope: bool = True
     mlp: str = "dense"
     block: str = "pre_norm"
-    adapters: tuple[AdapterPlan, ...] = ()
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -101,11 +99,6 @@ def uniform_layer_plans(
 
 def network_layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:
     """Return the plans of all layers of a network; for T5 the encoder's, then the decoder's, each numbered from 0."""
-    return tuple(replace(row, adapters=layer_adapter_plans(model, row)) for row in _layer_plans_before_adapters(model))
-
-
-def _layer_plans_before_adapters(model: ModelConfig) -> tuple[LayerPlan, ...]:
-    """Return the plans of all layers of a network, not yet with adapters."""
     if model.architecture.is_encoder_decoder:
         block = model.block_of_layer()
         return uniform_layer_plans(model.encoder_num_layers, causal=False, block=block) + uniform_layer_plans(
@@ -151,7 +144,7 @@ def _hybrid_layer_plans(model: ModelConfig, symbols: str, first: int = 0) -> tup
 
 
 def mtp_depth_layer_plans(model: ModelConfig, depth: int) -> tuple[LayerPlan, ...]:
-    """Return the plans of an MTP depth (from 0): those of its symbols, or one like the last layer, without adapters.
+    """Return the plans of an MTP depth (from 0): those of its symbols, or one like the last layer.
 
     Patterns of windows and rotations begin anew, as in Megatron: with the first symbol, or with the first depth.
     """
@@ -161,7 +154,7 @@ def mtp_depth_layer_plans(model: ModelConfig, depth: int) -> tuple[LayerPlan, ..
     place = depth % model.num_layers
     window = model.parsed_window_size if _is_windowed_by_layer(model)[place] else None
     like = replace(network_layer_plans(model)[-1], window=window, rope=_is_rotary_by_layer(model)[place])
-    return (replace(like, index=first, adapters=()),)
+    return (replace(like, index=first),)
 
 
 def all_layer_plans(model: ModelConfig) -> tuple[LayerPlan, ...]:

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
-from megatron.core.config.mixers.mixer import LinearShape, Mixer
+from megatron.core.config.mixers.mixer import LinearShape
+from megatron.core.config.plan.layers import LayerPlan
 from megatron.core.config.settings.model import ModelConfig
 
 EXPERTS = ".mlp.experts."  # in the names of all linear layers of experts
 
 
-class LayerStructure(Protocol):
-    """The fields of a layer's plan that determine which linear layers it has."""
-
-    @property
-    def index(self) -> int:
-        """Number of the layer, from 0."""
-
-    @property
-    def mixers(self) -> Sequence[Mixer]:
-        """Its one or two kinds of sequence mixers, of which the second runs in parallel to the first."""
-
-    @property
-    def has_cross_attention(self) -> bool:
-        """Whether it has cross attention to an encoder."""
-
-    @property
-    def mlp(self) -> str:
-        """Kind of MLP: dense, moe or none."""
-
-
-def linear_shapes_of_layer(model: ModelConfig, plan: LayerStructure) -> dict[str, LinearShape]:
+def linear_shapes_of_layer(model: ModelConfig, plan: LayerPlan) -> dict[str, LinearShape]:
     """Return the shape of every linear layer of a transformer layer, by its path in the layer."""
     result = {
         f"{mixer.module}.{name}": shape for mixer in plan.mixers for name, shape in mixer.linear_shapes(model).items()
@@ -55,6 +33,6 @@ def linear_shapes_of_layer(model: ModelConfig, plan: LayerStructure) -> dict[str
     return result
 
 
-def layer_module_path(model: ModelConfig, plan: LayerStructure) -> str:
+def layer_module_path(model: ModelConfig, plan: LayerPlan) -> str:
     """Return the global name of a layer, such as `decoder.layers.3`."""
     return f"{model.architecture.layers[plan.has_cross_attention]}.{plan.index}"
