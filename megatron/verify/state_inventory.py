@@ -10,7 +10,7 @@ must hold, its update rule says (`UpdateRule.slots`). A name of no item is refus
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatron.core.config.settings.low_precision import LowPrecisionConfig
 from megatron.core.config.settings.optim import OptimizerConfig
 from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.dist_checkpointing.source import CheckpointSource
+from megatron.core.dist_checkpointing.state_hooks import OPTIONAL, UNTRAINED
 from megatron.core.optimizer.optimizer import UPDATE_RULES
 from megatron.verify.compare.checkpoints import CheckpointEntryDifference, compare_sources
 from megatron.verify.compare.contents import matches_pattern
@@ -119,7 +120,8 @@ _INVENTORY = (
         ("trainer.stages.*.scaling.history", "trainer.stages.*.scaling.knows_steps"),
     ),
     StateCategory("tokenizer", ("run.tokenizer",), ("trainer.run.tokenizer.*",)),
-    StateCategory("what the weights lack: a base, optional ones", ("run.base", "run.optional_weights"), ()),
+    StateCategory("what the weights lack: a base, optional ones", ("run.base", OPTIONAL), ()),
+    StateCategory("state of a script's own hooks", ("run.hooks.*", UNTRAINED), ()),
 )
 
 
@@ -144,9 +146,16 @@ _UNCHANGING = {
 }
 
 
-def expected_state_names(settings: Settings, world_size: int, parameters: list[str]) -> dict[str, list[str]]:
-    """Return category -> names that a checkpoint must hold. parameters: names of the network's parameters."""
-    slots = [*_expected_slots(settings, _trained_names(settings, parameters))]
+def expected_state_names(
+    settings: Settings, world_size: int, parameters: list[str], *, untrained: Sequence[str] = ()
+) -> dict[str, list[str]]:
+    """Return category -> names that a checkpoint must hold. parameters: names of the network's parameters. untrained:
+    patterns of those that a script's own hook says it froze.
+    """
+    trained = _trained_names(settings, parameters)
+    if untrained:
+        trained = [name for name in trained if not matches_pattern(name, untrained)]
+    slots = [*_expected_slots(settings, trained)]
     return {
         **{item.what: [name for name in slots if matches_pattern(name, item.names)] for item in INVENTORY},
         **_UNCHANGING,
@@ -222,7 +231,10 @@ def compare_training_states(
     come the names that no category knows.
     """
     parameters = all_checkpoint_parameter_names(a, b)
-    expected = {one.where: expected_state_names(one.settings, world_size, parameters) for one in (a, b)}
+    expected = {
+        one.where: expected_state_names(one.settings, world_size, parameters, untrained=one.values.get(UNTRAINED, ()))
+        for one in (a, b)
+    }
     held = {one.where: {*one.formats, *one.values} for one in (a, b)}
     everything = sorted(set().union(*held.values()))
     for item in INVENTORY:

@@ -4,7 +4,7 @@
     load   source -> opened -> (state of the run -> targets) -> tensors are filled -> loaded
 
 Hooks are called in their order, each with what the one before it returned, on every rank. A hook inherits from `StateHooks` and
-overrides what it needs.
+overrides what it needs. What a hook of a script of your own saves is called `run.hooks.<name>`, so that resume_check compares it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from megatron.core.dist_checkpointing.sharded_state import Tree
 from megatron.core.dist_checkpointing.source import CheckpointSource, FilteredCheckpointSource
 
+UNTRAINED = "run.untrained_weights"  # value of a checkpoint: patterns of weights that a script of one's own froze
 OPTIONAL = "run.optional_weights"  # value of a checkpoint: prefixes of weights that only a run of the same kind needs
 
 
