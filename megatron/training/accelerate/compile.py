@@ -27,6 +27,7 @@ from megatron.core.kernels.choice.table import Kernels
 from megatron.core.kernels.ops import fused, reference
 from megatron.core.kernels.state_space import scans
 from megatron.core.parallel.main_grad import MainGrad
+from megatron.core.parallel.spec import quantized_storage_of
 from megatron.core.tensor_parallel import compiled_low_precision
 from megatron.core.tensor_parallel.low_precision import LowPrecisionScaling
 from megatron.core.tensor_parallel.norm import Norm
@@ -63,7 +64,7 @@ def compile_obstacles_by_method(layer: Block) -> dict[str, str]:
         "gradients of weights wait": build.wgrad_store is not None,
         "a library multiplies in low precision": build.low is not None and build.low.kernel is not None,
         "its weights are kept rounded": build.low is not None and build.low.recipe.holds_weights,
-        "its weights are quantized": model.adapter.lora_base_quantization != "none",
+        "its weights are quantized": any(quantized_storage_of(param) is not None for param in layer.parameters()),
         "its modules have hooks": any(part._forward_pre_hooks for part in layer.modules() if part is not layer),
         "norms are recomputed": build.recomputes_module("layernorm"),
     }

@@ -205,6 +205,7 @@ def test_kernels_of_the_compiler_agree_with_eager_ones_and_draw_the_same_dropout
         ({"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, "", ""),
         ({"use_distributed_optimizer": True, "overlap_param_gather": True}, *["its modules have hooks"] * 2),
         ({"fp8_format": "hybrid"}, "", ""),
+        ({"lora_rank": 2, "lora_base_quantization": "nf4"}, *["its weights are quantized"] * 2),
         (MODELS["hybrid-limits"], "its scan is long", "there is none"),
     ],
     ids=str,
