@@ -5,7 +5,6 @@ peft.py          adapters in PEFT's folders
 peft_config.py   their settings
 peft_mapping.py  names of matrices
 peft_factors.py  their factors as ours
-peft_saved.py    parameters that they hold whole
 peft_export.py   the way back
 serving.py       adapters of several requests beside one base, in one pass
 quantized_base.py  the network under adapters: frozen, in 4 or 8 bits, and able to compute alone
