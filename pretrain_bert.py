@@ -18,6 +18,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and refus
     )
 
 import torch
+import torch.nn.functional as F
 
 from megatron.core.config.plan.layers import StageSpec
 from megatron.core.datasets.blend import build_split_datasets
@@ -27,7 +28,7 @@ from megatron.training.entry import guarded_entry_point
 from megatron.training.initialize import initialize_megatron
 from megatron.training.loader import Datasets
 from megatron.training.loop import pretrain
-from megatron.training.state.batch import Batch, Loss, LossFunction, mlm_and_pair_loss
+from megatron.training.state.batch import Batch, Loss, LossFunction, masked_loss_sum
 from megatron.training.state.run import RunContext
 
 
@@ -39,6 +40,23 @@ def datasets_provider(run: RunContext, samples: tuple[int, int | None, int]) -> 
 def model_provider(run: RunContext, stage: StageSpec) -> BERTModel:
     """Build one pipeline stage."""
     return BERTModel(stage, run.layer_build_context)
+
+
+def mlm_and_pair_loss(output: BERTOutput, batch: Batch, *, per_token: bool) -> Loss:
+    """Return the masked-word loss plus the sentence-order loss of each sample, if there is a head for it.
+    per_token: a sample's pair weighs as much as its masked words, so that the loss does not depend on the microbatches;
+    off: mean over words plus mean over samples, as in Megatron. Samples without masked words do not count.
+    """
+    assert batch.loss_mask is not None, "the last stage reads the batch"
+    total, count, report = masked_loss_sum(output.words, batch.loss_mask)
+    if output.pairs is None:
+        return total, count, report
+    losses = F.cross_entropy(output.pairs.to(output.words.dtype), batch.extras["is_random"], reduction="none")
+    hidden = batch.loss_mask.sum(dim=1).to(losses.dtype)
+    present = (hidden > 0).to(losses.dtype)
+    weights = hidden if per_token else present * (count / present.sum().clamp(min=1.0))
+    report["sop loss"] = torch.stack(((losses * present).sum().detach(), present.sum()))
+    return total + (losses * weights).sum(), count, report
 
 
 def forward_step(

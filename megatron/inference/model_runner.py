@@ -22,8 +22,9 @@ from torch import Tensor
 from megatron.adapters.files import LoadedAdapter
 from megatron.adapters.serving import AdapterBank
 from megatron.core.config.plan.layers import LayerPlan, mtp_depth_layer_plans
+from megatron.core.models.embedding import IdsWithImages
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.vision import IdsWithImages, ImageEmbedder
+from megatron.core.models.vision import ImageEmbedder
 from megatron.core.models.vision_language import VisionLanguageModel
 from megatron.core.parallel import collectives
 from megatron.core.parallel import device as devices

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,14 @@ from megatron.core.tensor_parallel.embedding import (
 )
 from megatron.core.transformer.context.layer_build_context import LayerBuildContext, multiply_unless_one
 from megatron.core.transformer.dropout import Dropout
+
+
+class IdsWithImages(NamedTuple):
+    """Token ids [b, s], ignored where images are; images and slots as `ImageEmbedder` takes them."""
+
+    ids: Tensor
+    images: Tensor
+    slots: Tensor
 
 
 class Embedding(nn.Module):

@@ -13,7 +13,6 @@ divided over sequence or context ranks: each of those encodes the whole image.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -189,14 +188,6 @@ def pixel_shuffle(x: Tensor, grid: tuple[int, int], factor: int) -> Tensor:
     rows, columns = grid[0] // factor, grid[1] // factor
     cut = x.view(rows, factor, columns, factor, *x.shape[1:])
     return cut.permute(0, 2, 4, 1, 3, 5).reshape(rows * columns, x.shape[1], -1)
-
-
-class IdsWithImages(NamedTuple):
-    """Token ids [b, s], ignored where images are; images and slots as `ImageEmbedder` takes them."""
-
-    ids: Tensor
-    images: Tensor
-    slots: Tensor
 
 
 class ImageEmbedder(nn.Module):

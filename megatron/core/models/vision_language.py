@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatron.core.models.embedding import IdsWithImages
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.vision import IdsWithImages, ImageEmbedder
+from megatron.core.models.vision import ImageEmbedder
 
 
 class VisionLanguageModel(GPTModel):

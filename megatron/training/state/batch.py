@@ -8,16 +8,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.settings.model import MTPConfig
 from megatron.core.context_parallel.zigzag import Zigzag
 from megatron.core.datasets.indexed import DataError
 from megatron.core.kernels.ops.packed_document_starts import memoize_packed_document_starts
-from megatron.core.models.bert import BERTOutput
+from megatron.core.models.embedding import IdsWithImages
 from megatron.core.models.mtp import MTPInputs, MTPLosses
-from megatron.core.models.vision import IdsWithImages
 from megatron.core.parallel.mesh import Axis
 from megatron.core.transformer.context.forward_context import MicrobatchContext
 
@@ -199,23 +197,6 @@ def language_loss_with_mtp(output: Tensor | MTPLosses, batch: Batch, config: MTP
         total = total + weighed * (config.mtp_loss_scaling_factor / len(output.ahead))
         report[f"mtp_{depth} loss"] = torch.stack((further.detach(), own))
     return total, count, report
-
-
-def mlm_and_pair_loss(output: BERTOutput, batch: Batch, *, per_token: bool) -> Loss:
-    """Return the masked-word loss plus the sentence-order loss of each sample, if there is a head for it.
-    per_token: a sample's pair weighs as much as its masked words, so that the loss does not depend on the microbatches;
-    off: mean over words plus mean over samples, as in Megatron. Samples without masked words do not count.
-    """
-    assert batch.loss_mask is not None, "the last stage reads the batch"
-    total, count, report = masked_loss_sum(output.words, batch.loss_mask)
-    if output.pairs is None:
-        return total, count, report
-    losses = F.cross_entropy(output.pairs.to(output.words.dtype), batch.extras["is_random"], reduction="none")
-    hidden = batch.loss_mask.sum(dim=1).to(losses.dtype)
-    present = (hidden > 0).to(losses.dtype)
-    weights = hidden if per_token else present * (count / present.sum().clamp(min=1.0))
-    report["sop loss"] = torch.stack(((losses * present).sum().detach(), present.sum()))
-    return total + (losses * weights).sum(), count, report
 
 
 def _masked_labels(labels: Tensor, mask: Tensor | None) -> Tensor:

@@ -21,8 +21,9 @@ from megatron.core.dist_checkpointing.source import CheckpointSource
 from megatron.core.families import hf, hf_export
 from megatron.core.families.registry import FAMILIES
 from megatron.core.kernels.choice.table import KernelRequirements, select_kernels
+from megatron.core.models.embedding import IdsWithImages
 from megatron.core.models.on_meta import NETWORKS
-from megatron.core.models.vision import IdsWithImages, ImageEmbedder
+from megatron.core.models.vision import ImageEmbedder
 from megatron.core.parallel.boxes import whole_box
 from megatron.core.parallel.mesh import Mesh
 from megatron.core.parallel.rng import RandomStreams

@@ -13,7 +13,8 @@ from torch import Tensor
 from megatron.core.config.plan.stages import stage_specs_of_run
 from megatron.core.models.bert import BERTModel
 from megatron.core.parallel.spec import param_spec_of
-from megatron.training.state.batch import Batch, mlm_and_pair_loss
+from megatron.training.state.batch import Batch
+from pretrain_bert import mlm_and_pair_loss
 from tests.helpers import tiny
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
