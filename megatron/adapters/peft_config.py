@@ -18,7 +18,7 @@ from typing import Any
 from megatron.core.config.flags.bounded_regex import names_matching
 from megatron.core.config.foreign.mapping import ForeignMapping, short_value
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.hf import read_json
+from megatron.core.families.hf_folder import read_json
 
 CONFIG = "adapter_config.json"
 # Versions of PEFT: from the first, A of experts is as wide as their input, however their parameter is stored; in the second it is

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.sharded_state import Tree
 from megatron.core.dist_checkpointing.source import CheckpointSource, ShapeAndDtype
 from megatron.core.dist_checkpointing.state_hooks import StateHooks
-from megatron.core.families.hf import hf_model_name_or_path, hf_vocabulary_rows
+from megatron.core.families.hf_folder import hf_model_name_or_path
 from megatron.core.parallel import collectives
 from megatron.core.parallel.box_hash import box_hash
 from megatron.core.parallel.boxes import Box, whole_box
@@ -171,6 +171,10 @@ def require_same_vocabulary(adapters: LoadedAdapter, base: str) -> None:
 
     Only of a Hugging Face folder is it known how many rows the embedding had before a tokenizer's size cut it.
     """
+    from megatron.core.families.hf import (
+        hf_vocabulary_rows,  # asks all families, which a run without adapters does not wait for
+    )
+
     theirs, mine = adapters.vocabulary_rows, hf_vocabulary_rows(base)
     if theirs is not None and theirs != (mine := mine or adapters.model.true_vocab_size or theirs):
         raise CheckpointError(

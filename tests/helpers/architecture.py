@@ -104,6 +104,8 @@ LATE_OWN = (
     ("megatron/megatron_lm/checkpoint/folders.py", "megatron.megatron_lm.checkpoint.torch_dist.is_fsdp_index"),
     ("megatron/training/checkpoint/checkpointing.py", "megatron.training.checkpoint.export.export_hf_with_tokenizer"),
     ("megatron/core/kernels/choice/startup_check.py", "megatron.core.kernels.choice.kernel_check"),
+    ("megatron/training/checkpoint/checkpointing.py", "megatron.training.checkpoint.adapters.open_adapters"),
+    ("megatron/adapters/saved.py", "megatron.core.families.hf.hf_vocabulary_rows"),
     ("pretrain_gpt.py", "megatron.inference.eval_generate"),
     ("megatron/core/models/describe.py", "megatron.core.models.on_meta.rank_parameter_sizes"),
     ("megatron/tasks/main.py", "megatron.tasks.run.run_task"),

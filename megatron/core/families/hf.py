@@ -35,7 +35,7 @@ from megatron.core.families.dequantize import (
     unreadable_quantization_problem,
     with_dequantized_tensors,
 )
-from megatron.core.families.hf_folder import CONFIG_FILE, is_hf_checkpoint
+from megatron.core.families.hf_folder import CONFIG_FILE, is_hf_checkpoint, read_json
 from megatron.core.families.parameter_mapping import Family, HFModelClass, ParameterMapping, hf_shapes
 from megatron.core.families.registry import config_of_language_model, family_of_config
 from megatron.core.families.tensor_file import read_safetensors_header
@@ -104,12 +104,6 @@ class HFCheckpoint:
             self._last = None  # before the next is made, so that there is only one
             self._last = ((name, start, count), row.op.ours([part.read() for part in parts]))
         return self._last[1][slices]
-
-
-def hf_model_name_or_path(path: str | Path) -> str:
-    """Return _name_or_path of a folder's config.json, the model's name or path; empty if there is none."""
-    file = Path(path) / CONFIG_FILE
-    return str(read_json_or_empty(file).get("_name_or_path") or "") if file.is_file() else ""  # a pipe might never end
 
 
 def hf_vocabulary_rows(path: str | Path) -> int | None:
@@ -375,17 +369,6 @@ def _tied_copy_problem(
     return [
         f"{name} differs from {what} and config.json says tie_word_embeddings: true; set it to false if that is wrong"
     ]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file. Raises `CheckpointError` where it cannot be read or is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged: it holds a {type(content).__name__}, not an object")
-    return content
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

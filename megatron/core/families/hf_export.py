@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
 from megatron.core.dist_checkpointing.files import DISK
 from megatron.core.dist_checkpointing.source import CheckpointSource, ShapeAndDtype
 from megatron.core.families.config_json import architectures_of
-from megatron.core.families.hf import DTYPE_WORDS, PUBLISHED, WEIGHTS_FILE, read_json, write_json
-from megatron.core.families.hf_folder import CONFIG_FILE
+from megatron.core.families.hf import DTYPE_WORDS, PUBLISHED, WEIGHTS_FILE, write_json
+from megatron.core.families.hf_folder import CONFIG_FILE, read_json
 from megatron.core.families.parameter_mapping import Family, HFModelClass, ParameterMapping, hf_shapes
 from megatron.core.families.registry import family_of_config, fitting_family
 from megatron.core.families.tensor_file import SafetensorsEntry, preallocate_safetensors_file, write_safetensors_tensor

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.core.config.foreign.mapping import ForeignMapping, short_value
 from megatron.core.config.settings.vision import VisionConfig
 from megatron.core.dist_checkpointing.checkpoint_folders import CheckpointError
-from megatron.core.families.hf import read_json
+from megatron.core.families.hf_folder import read_json
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 _HARMLESS = MappingProxyType(

@@ -37,7 +37,6 @@ from megatron.core.dist_checkpointing.state_hooks import MissingWeights, StateHo
 from megatron.core.optimizer.schedule import OptimizerParamSchedule, resolve_resumed_schedule
 from megatron.core.parallel import collectives
 from megatron.core.tokenizers.base import tokenizer_fingerprint_fields
-from megatron.training.checkpoint.adapters import open_adapters
 from megatron.training.checkpoint.resuming import (
     OpenedCheckpoint,
     ResumeRequest,
@@ -320,6 +319,10 @@ class Checkpointer(StepHooks):
 
     def _load_adapters(self, folder: str, state: AdapterState) -> None:
         """Load a folder's adapters; `CheckpointError` before any tensor is changed. state: knows the base loaded before."""
+        from megatron.training.checkpoint.adapters import (
+            open_adapters,  # reads PEFT folders, by the names of all families
+        )
+
         adapters = open_adapters(folder, self.config.model)
         source = state.source_of(adapters)
         self._load_weights(source, source.fills, complete=("model.",))
