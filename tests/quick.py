@@ -37,6 +37,7 @@ FILES: Sequence[str] = (
     f"{UNIT}/families/test_hf.py",
     f"{UNIT}/inference/test_engine.py",
     f"{UNIT}/kernels/test_ops.py",
+    f"{UNIT}/megatron_lm/test_megatron_settings.py",
     f"{UNIT}/models/test_gpt.py",
     f"{UNIT}/optimizer/test_clip.py",
     f"{UNIT}/parallel/test_collectives.py",
