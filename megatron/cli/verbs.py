@@ -71,6 +71,8 @@ _TASKS = _COMMANDS.parents[1] / "tasks" / "main.py"
 def main() -> None:
     """Start the verb that the command line names, or say which there are; exit with 2 if it names none."""
     words = sys.argv[1:]
+    if words[:1] in (["-h"], ["--help"]):  # before a verb, it asks for the help of that verb
+        words = [*words[1:], words[0]]
     verb = next((verb for verb in VERBS if words[: verb.count(" ") + 1] == verb.split()), None)
     if verb is not None:
         run_verb(verb, words[verb.count(" ") + 1 :])

@@ -82,6 +82,7 @@ def test_a_verb_is_its_program_with_its_code(tmp_path: Path) -> None:
     assert helped.returncode == 0 and helped.stdout.startswith(
         "usage: megatron unigram-entropy PREFIX [options]\n\nCompute"
     )
+    assert started("-m", "megatron", "--help", "unigram-entropy").stdout == helped.stdout
     script = started("-m", "megatron", "pretrain-gpt", "--help", "hidden", "size")
     assert script.returncode == 0 and "--hidden-size" in script.stdout, script.stderr
     refused = started("-m", "megatron", "pretrain-gpt", "--num-leyers", "3")
