@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole test suite, or what the arguments choose:
 #
-#   bash tests/run.sh                                 everything, about 20 minutes on two cores
+#   bash tests/run.sh                                 everything, about half an hour on two cores
 #   bash tests/run.sh --quick                         for work in between, at most 3: one parity row a feature, one file a package
 #   bash tests/run.sh tests/unit/datasets -k blend
 #   bash tests/run.sh --help                          these lines
