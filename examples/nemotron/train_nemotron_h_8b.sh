@@ -28,7 +28,7 @@ MODEL=(
 PARALLEL=(
     --tensor-model-parallel-size 2
     --sequence-parallel
-    --kernel selective_scan=triton
+    --kernel selective_scan=triton # planned three times as fast as torch's scan; it has not run on a GPU yet
 )
 TRAINING=(
     --micro-batch-size 1
