@@ -99,7 +99,7 @@ def candidate_edits(setting: RunSetup, one: BrokenRule, name: str) -> list[FlagE
     numbers = {float(text) for text in re.findall(r"(?<![\w.-])\d+(?:\.\d+)?(?![\w.])", one.says)}
     for other in flags_named_by_rule(one, setting):
         value = setting.value(other)
-        numbers |= {float(value)} if isinstance(value, (int, float)) and not isinstance(value, bool) else set()
+        numbers |= {float(value)} if _is_finite(value) and not isinstance(value, bool) else set()
     kind, default, _ = _flags()[name]
     values = [*_candidate_values(kind, before, numbers), default]
     if name == "hybrid_layer_pattern" and before:
@@ -114,12 +114,17 @@ def candidate_edits(setting: RunSetup, one: BrokenRule, name: str) -> list[FlagE
 
 def _distance(before: Any, after: Any, says: str) -> float:
     """Return how far a value is from another: the ratio of sizes; what a rule names is nearer, leaving out is farther."""
-    if isinstance(before, (int, float)) and isinstance(after, (int, float)) and before > 0 and after > 0:
+    if _is_finite(before) and _is_finite(after) and before > 0 and after > 0:
         return abs(math.log2(after / before))
     if after in (None, ()):
         return 2.0
     named = set(after) <= set(before or ()) if isinstance(after, tuple) else str(after) in re.findall(r"[\w+-]+", says)
     return 0.75 if named else 1.0
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a value is a number, and neither inf nor nan, which flags can be given."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def format_flag_value(value: Any) -> str:

@@ -109,6 +109,13 @@ def test_a_change_that_breaks_another_rule_is_not_proposed() -> None:
     assert one.rule == "head-size" and heads == [24] and tried.index(18) < tried.index(24)
 
 
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_a_number_that_is_not_finite_has_a_nearest_change_too(value: str) -> None:
+    start = setting(f"--qk-clip-threshold {value}")
+    (one,) = start.find_broken_rules()
+    assert str(mending_edits(start, one)[0]) == f"--qk-clip-threshold {value} -> 100"
+
+
 def test_a_default_of_the_script_is_not_to_be_left_out() -> None:
     start = replace(setting(""), whole=True, device="cpu")
     missing = start.find_broken_rules()
