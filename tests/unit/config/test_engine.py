@@ -357,6 +357,7 @@ BAD: tuple[tuple[str, int, dict[str, Any], tuple[str, ...]], ...] = (
     ("faults", 1, {"on_bad_step": "rollback", "save": "x"}, ("--save-interval", "or choose skip")),
     ("no-effect", 1, {"freeze_ViT": True}, ("--freeze-ViT has no effect; give --vision-model-type",)),
     ("image-sizes", 1, {**IMAGES, "img_h": 40}, ("--img-h 40 is not a multiple", "choose 32")),
+    ("image-sizes", 1, {**IMAGES, "patch_dim": 0}, ("is not a multiple of --patch-dim 0",)),
     ("image-sizes", 1, {**IMAGES, "vision_num_attention_heads": 5}, ("does not divide --vision-hidden-size",)),
     ("images-in-text", 1, {**IMAGES, "img_h": 112, "img_w": 112}, ("no text has room",)),
     ("no-effect", 1, {**IMAGES, "use_thumbnail": True}, ("--use-thumbnail has no effect; give --use-tiling",)),

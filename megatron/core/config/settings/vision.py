@@ -206,7 +206,8 @@ class VisionConfig:
     @property
     def patch_grid(self) -> tuple[int, int]:
         """Number of patches of an image as (rows, columns)."""
-        return self.img_h // self.patch_dim, self.img_w // self.patch_dim
+        size = max(1, self.patch_dim)  # a rule refuses others, after sizes are known
+        return self.img_h // size, self.img_w // size
 
     @property
     def learned_position_grid(self) -> tuple[int, int]:
