@@ -178,6 +178,8 @@ def parse_options_and_run_words(
     """Return (the tool's own options, the words of the run). without: the option that needs no run."""
     place = list(argv).index("--") if "--" in argv else len(argv)
     options, words = parser.parse_known_args(list(argv[:place]))
+    if words and place < len(argv):
+        parser.error(f"{' '.join(words)} is no option of this command; flags of the run come after --")
     words += argv[place + 1 :]
     if not words and not (without and getattr(options, without) is not None):
         parser.error("give the flags of a run")

@@ -115,6 +115,14 @@ def test_a_question_without_flags_has_a_code_of_its_own(tool: ModuleType, capsys
     report(tool, capsys, "--world-size 8", 2)
 
 
+def test_a_word_before_the_command_that_is_no_option_is_refused(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        tool.main(["--tries", "3", "--", "torchrun", "pretrain_gpt.py", *GOOD.split()])
+    assert end.value.code == 2 and "--tries 3 is no option of this command" in capsys.readouterr().err
+
+
 def test_the_page_of_rules_is_written(tool: ModuleType, tmp_path: Path) -> None:
     tool.main(["--write-rules", str(tmp_path / "rules.md")])
     assert (tmp_path / "rules.md").read_text().startswith("# Rules between settings\n")
