@@ -84,7 +84,8 @@ def checked(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[bool, dict[
     return code == 0, rows, out
 
 
-ELSEWHERE = ("SGD", "Muon", "Adafactor", "soap", "delayed", "lack", "script")  # of other update rules, formats and kinds of runs
+# Of other update rules, formats and kinds of runs.
+ELSEWHERE = ("SGD", "Muon", "Adafactor", "soap", "delayed", "lack", "script")
 SAVED = [item for item in INVENTORY if not any(word in item.what for word in ELSEWHERE)]
 
 
